@@ -1,0 +1,29 @@
+"""What a kernel candidate may ask before it accepts an op: facts that hold for the whole run."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """device: "cpu" or "cuda". interpreted: Triton kernels run under Triton's interpreter, on CPU tensors.
+
+    deterministic: every row's arithmetic must not depend on the other rows of the batch. weight_shadow: a dense copy of quantized
+    weights may be kept for large batches. The rest is the model's and the cache's shape.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+    deterministic: bool = False
+    weight_shadow: bool = False
+    interpreted: bool = False
+
+    @property
+    def query_group(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads // self.num_kv_heads

@@ -1,0 +1,52 @@
+"""The ops a model is made of: what everyone imports. `Kernels` binds each to the implementation chosen for one run.
+
+T tokens, H hidden size, I intermediate size, D head_dim, K inputs, N outputs. Arithmetic is float32 inside, results have the input's dtype.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dspark.kernels.batch import AttentionBatch
+from dspark.kernels.dispatch import OPS, Selection, select
+from dspark.kernels.facts import KernelFacts
+from dspark.kernels.wna16 import Wna16Weight
+
+__all__ = ["AttentionBatch", "KernelFacts", "Kernels", "LinearFn", "Wna16Weight"]
+
+LinearFn = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Kernels:
+    """One implementation per op, chosen once from the facts of the run."""
+
+    def __init__(self, facts: KernelFacts, choice: str = "auto") -> None:
+        self.facts = facts
+        self.choice = choice
+        self.selections: dict[str, Selection] = {op: select(op, facts, choice) for op in OPS}
+        bound = {op: selection.function for op, selection in self.selections.items()}
+        self.rms_norm: Callable[..., torch.Tensor] = bound["rms_norm"]
+        """(x [T, H], weight [H], eps) -> [T, H]"""
+        self.add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = bound["add_rms_norm"]
+        """(x [T, H], residual [T, H], weight [H], eps) -> (normed, new residual); the residual may be updated in place"""
+        self.rope_store_kv: Callable[..., torch.Tensor] = bound["rope_store_kv"]
+        """(qkv, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, num_heads) -> q [T, num_heads, D]; qkv may be overwritten"""
+        self.paged_attention: Callable[..., torch.Tensor] = bound["paged_attention"]
+        """(q [T, num_heads, D], k_cache, v_cache, AttentionBatch, scale, window) -> [T, num_heads * D]"""
+        self.silu_and_mul: Callable[[torch.Tensor], torch.Tensor] = bound["silu_and_mul"]
+        """gate_up [T, 2 * I] -> [T, I]"""
+        self.copy_blocks: Callable[..., None] = bound["copy_blocks"]
+        """(k_cache, v_cache, source ids, target ids): whole blocks"""
+
+    def dense_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearFn:
+        """The function x [T, K] -> x @ weight [N, K].T + bias; the weight may be re-laid, drop your own reference to it."""
+        return self.selections["make_dense_linear"].function(weight, bias, self.facts)
+
+    def wna16_linear(self, weight: Wna16Weight, bias: torch.Tensor | None = None) -> LinearFn:
+        """The same for a quantized weight."""
+        return self.selections["make_wna16_linear"].function(weight, bias, self.facts)
+
+    def explain(self) -> dict[str, dict[str, Any]]:
+        """Per op: the implementation taken and why others declined. For `dspark doctor` and the metrics."""
+        return {op: {"taken": s.taken, "declined": dict(s.declined)} for op, s in self.selections.items()}

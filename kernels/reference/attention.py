@@ -1,0 +1,35 @@
+"""Paged attention in plain torch, one sequence at a time."""
+
+import torch
+
+from dspark.kernels.batch import AttentionBatch
+
+
+def paged_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, scale: float, window: int | None
+) -> torch.Tensor:
+    """Causal attention of q [T, num_heads, D] over the pages -> [T, num_heads * D], dtype of q.
+
+    Caches [num_blocks, num_kv_heads, block_size, D], already holding this step's keys and values. Query j (of n) of a sequence with
+    context length c stands at position c - n + j and sees the keys up to and including its own; with a window, the last `window` of them.
+    """
+    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    num_heads = q.shape[1]
+    group = num_heads // num_kv_heads
+    out = torch.empty_like(q)
+    starts, lens = batch.query_start.tolist(), batch.context_lens.tolist()
+    for i, context_len in enumerate(lens):
+        rows = slice(starts[i], starts[i + 1])
+        num_queries = rows.stop - rows.start
+        blocks = batch.block_tables[i, : -(-context_len // block_size)].long()
+        keys, values = (cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim)[:context_len].float() for cache in (k_cache, v_cache))
+        queries = q[rows].float().view(num_queries, num_kv_heads, group, head_dim)
+        scores = torch.einsum("qhgd,khd->hgqk", queries, keys) * scale
+        query_pos = torch.arange(context_len - num_queries, context_len, device=q.device)[:, None]
+        key_pos = torch.arange(context_len, device=q.device)[None]
+        hidden = key_pos > query_pos
+        if window is not None:
+            hidden |= key_pos <= query_pos - window
+        probs = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+        out[rows] = torch.einsum("hgqk,khd->qhgd", probs, values).reshape(num_queries, num_heads, head_dim).to(q.dtype)
+    return out.view(out.shape[0], -1)

@@ -1,0 +1,67 @@
+"""Norms, rotary embedding, activation and KV store in plain torch: read these first, they say what every faster kernel must compute.
+
+Shapes: T tokens, H hidden size, D head_dim. All arithmetic is float32; results are rounded once to the dtype of the input.
+"""
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., H] / rms(x) * weight [H]."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual' = residual + x (rounded to its dtype); returns (rms_norm(residual'), residual'). Both [T, H]."""
+    summed = (residual.float() + x.float()).to(residual.dtype)
+    return rms_norm(summed, weight, eps), summed
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 * I], gate first -> silu(gate) * up [T, I]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Half-split rotation of x [T, heads, D] by cos, sin float32 [T, R / 2]; dimensions from R on pass through."""
+    half = cos.shape[-1]
+    wide = x.float()
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat([first * c - second * s, second * c + first * s, rest], -1).to(x.dtype)
+
+
+def rope_store_kv(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """Norm (when given) and rotate q and k, store k and v into the cache, return q [T, num_heads, D].
+
+    qkv [T, (num_heads + 2 * num_kv_heads) * D]; caches [num_blocks, num_kv_heads, block_size, D]; slot_mapping int64 [T].
+    """
+    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
+    num_tokens = qkv.shape[0]
+    q, k, v = qkv.view(num_tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    k_cache[block, :, offset] = k.to(k_cache.dtype)
+    v_cache[block, :, offset] = v.to(v_cache.dtype)
+    return q
+
+
+def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy whole KV blocks, source and target int64 [n] block ids (copy-on-write). Sources and targets do not overlap."""
+    k_cache[target] = k_cache[source]
+    v_cache[target] = v_cache[source]

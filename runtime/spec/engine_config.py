@@ -1,0 +1,57 @@
+"""What the user chose for one run. Field metadata is the source of the flags and the docs table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from dspark.runtime.spec.errors import UsageError
+
+KERNEL_CHOICES = ("auto", "reference", "triton")
+DEVICE_CHOICES = ("auto", "cpu", "cuda")
+
+
+def setting(default: Any, help: str, choices: tuple[Any, ...] = (), low: float | None = None, high: float | None = None) -> Any:
+    """An engine field with its help text and what is allowed."""
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Shape and limits of the running engine. None means: chosen from the model, the machine or the job, and reported."""
+
+    max_num_seqs: int = setting(64, "most sequences in one step", low=1, high=4096)
+    max_num_batched_tokens: int = setting(512, "most tokens in one step; bounds the memory of activations", low=16, high=1 << 20)
+    max_model_len: int | None = setting(None, "longest prompt and answer together, in tokens (default: the model's context)", low=1)
+    block_size: int = setting(16, "tokens in one block of the KV cache", choices=(8, 16, 32, 64))
+    kv_cache_memory_bytes: int | None = setting(None, "bytes of the KV cache (default: from the memory that is free)", low=1)
+    gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", low=0.05, high=1.0)
+    enable_prefix_caching: bool = setting(True, "share the KV blocks of equal prompt beginnings")
+    device: str = setting("auto", "where to run", choices=DEVICE_CHOICES)
+    kernels: str = setting("auto", "which kernels to take", choices=KERNEL_CHOICES)
+    threads: int | None = setting(None, "CPU threads (default: the cores this process may use)", low=1, high=1024)
+    deterministic: bool = setting(False, "batch-invariant arithmetic: the same bytes whatever the batch, order or pool size")
+    seed: int = setting(0, "job seed of the random streams of lines without a seed", low=0, high=2**64 - 1)
+    weight_shadow: bool = setting(False, "keep a bfloat16 copy of quantized weights for large batches (faster, more memory)")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check_setting(f.name, getattr(self, f.name), f.metadata)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UsageError(
+                f"max-num-batched-tokens {self.max_num_batched_tokens} is below max-num-seqs {self.max_num_seqs}",
+                f"type --max-num-batched-tokens {self.max_num_seqs} or more",
+            )
+
+
+def check_setting(name: str, value: Any, metadata: Any) -> None:
+    """Raise UsageError when a value is not allowed by its field's metadata."""
+    if value is None:
+        return
+    flag = "--" + name.replace("_", "-")
+    choices, low, high = metadata.get("choices") or (), metadata.get("low"), metadata.get("high")
+    if choices and value not in choices:
+        raise UsageError(f"{flag} is {value}, allowed: {', '.join(map(str, choices))}")
+    if (low is not None and value < low) or (high is not None and value > high):
+        allowed = f"from {low:g}" + (f" to {high:g}" if high is not None else "")
+        raise UsageError(f"{flag} is {value}, allowed: {allowed}")
