@@ -1,0 +1,79 @@
+"""The `dspark` command. Imports the standard library, typer and the specs only, so that help is there at once."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+
+from dspark import __version__
+from dspark_cli.console import Console, report
+
+app = typer.Typer(
+    name="dspark",
+    help="Convert, quantize and run language models over JSONL files in large offline batches.",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: rich takes longer to import than the rest together, and logs stay readable
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+# typer has its own copy of click in newer releases and the real one in older: the base class is found, not imported.
+ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"dspark {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="print the version")) -> None:
+    pass
+
+
+for _name in ("convert", "quantize", "generate", "inspect", "doctor"):
+    if find_spec(f"dspark_cli.{_name}") is not None:
+        import_module(f"dspark_cli.{_name}").register(app)
+
+
+def usage_line(error: Any) -> str:
+    """A parser error as one line: what, what was probably meant, what to type next."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "dspark"
+    text = error.format_message()
+    name = getattr(error, "option_name", None)
+    if type(error).__name__ == "NoSuchOption" and context is not None:
+        known = [option for parameter in context.command.params for option in (*parameter.opts, *parameter.secondary_opts)]
+        near = difflib.get_close_matches(name, known, 1, 0.5)
+        text = f"no such flag {name}" + (f", did you mean {near[0]}?" if near else "")
+    text = " ".join(text.split()).rstrip(".")
+    return f"{text[:1].lower()}{text[1:]}; type {path} --help"
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    console = Console("dspark")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = typer.main.get_command(app).main(args=arguments or ["--help"], prog_name="dspark", standalone_mode=False)
+    except ClickError as error:
+        console.error(usage_line(error))
+        return 2
+    except Exception as error:
+        return report(console, error)
+    return int(code or 0)
+
+
+def main() -> None:
+    """Entry of the script `dspark`."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

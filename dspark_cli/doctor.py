@@ -1,0 +1,107 @@
+"""`dspark doctor`: what this machine has, and which kernel each op takes here and why."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import typer
+
+from dspark.runtime.spec.engine_config import DEVICE_CHOICES, KERNEL_CHOICES
+from dspark_cli.console import Console
+from dspark_cli.options import add_command, flag
+
+PACKAGES = ("dspark", "torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "triton", "gguf", "typer", "peft")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Flags of `dspark doctor`. The shape is the one whose kernels are asked; the defaults are a small Llama's."""
+
+    device: str = flag("auto", "device to ask about", choices=DEVICE_CHOICES)
+    kernels: str = flag("auto", "which kernels to consider", choices=KERNEL_CHOICES)
+    dtype: str = flag("bfloat16", "arithmetic type to ask about", choices=DTYPES)
+    deterministic: bool = flag(False, "ask for batch-invariant kernels")
+
+
+def package_versions() -> dict[str, str | None]:
+    """Installed version of each package, None when it is absent."""
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_facts() -> dict[str, Any]:
+    """Processor, memory and GPUs; sizes in bytes."""
+    import psutil
+    import torch
+
+    gpus = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            gpus.append(
+                {"name": properties.name, "memory_bytes": properties.total_memory, "capability": f"{properties.major}.{properties.minor}"}
+            )
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": usable_cores(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_free_bytes": psutil.virtual_memory().available,
+        "gpus": gpus,
+    }
+
+
+def kernel_choices(options: DoctorOptions, has_gpu: bool) -> dict[str, dict[str, Any]]:
+    """Per op: what is taken and why others declined."""
+    import torch
+
+    from dspark.kernels.ops import KernelFacts, Kernels
+
+    device = options.device if options.device != "auto" else "cuda" if has_gpu else "cpu"
+    facts = KernelFacts(
+        device, getattr(torch, options.dtype), head_dim=64, num_heads=9, num_kv_heads=3, block_size=16, deterministic=options.deterministic
+    )
+    return Kernels(facts, options.kernels).explain()
+
+
+def doctor(console: Console, options: DoctorOptions) -> int:
+    """Versions, devices, and which kernel each op takes here and why."""
+    facts = machine_facts()
+    report = {"versions": package_versions(), "machine": facts, "kernels": kernel_choices(options, bool(facts["gpus"]))}
+    console.document(report)
+    console.data(f"python {facts['python']} ({sys.executable}) on {facts['system']}")
+    console.data("  ".join(f"{name} {found or 'absent'}" for name, found in report["versions"].items()))
+    console.data(
+        f"cores {facts['cores']} ({facts['cpu_capability']})  memory {facts['memory_bytes'] / 2**30:.1f} GiB, "
+        f"{facts['memory_free_bytes'] / 2**30:.1f} GiB free"
+    )
+    for gpu in facts["gpus"]:
+        console.data(f"gpu {gpu['name']}  {gpu['memory_bytes'] / 2**30:.1f} GiB  sm_{gpu['capability'].replace('.', '')}")
+    if not facts["gpus"]:
+        console.data("gpu none")
+    for op, choice in report["kernels"].items():
+        declined = "; ".join(f"{name}: {reason}" for name, reason in choice["declined"].items())
+        console.data(f"{op:<20} {choice['taken']:<10}{'  (' + declined + ')' if declined else ''}")
+    return 0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    add_command(app, doctor, DoctorOptions)
