@@ -1,0 +1,65 @@
+"""Logits -> tokens. One row per draw; a row's token depends on its own logits, options, history and key alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dspark.runtime.sampling.draw import argmax_rows, draw_rows, top2_gaps
+from dspark.runtime.sampling.penalties import changes_logits, process_row
+from dspark.runtime.sampling.rng import row_key
+from dspark.runtime.scheduling.sequence import Sequence
+
+
+@dataclass
+class DrawOptions:
+    """Options of the rows that are drawn at random, as arrays over these rows: row numbers, filters and 64-bit keys."""
+
+    rows: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    keys: np.ndarray
+
+
+class Sampler:
+    """Greedy choice and random draws over the processed distribution.
+
+    The draw is an exponential race: the token with the smallest E / p, which is the largest log p + Gumbel noise.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int], record_gaps: bool = False) -> None:
+        self.eos_token_ids = eos_token_ids
+        self.record_gaps = record_gaps
+
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float] | None]:
+        """logits [rows, V] (any float dtype, changed in place), row i for sequences[i] -> a token per row, and the top-two gaps if recorded."""
+        wide = logits.float().cpu().numpy()
+        for row, seq in enumerate(sequences):
+            params = seq.request.params
+            if changes_logits(params, seq.num_output_tokens):
+                process_row(wide[row], params, seq.token_ids, seq.prompt_len, self.eos_token_ids)
+        tokens = argmax_rows(wide)
+        gaps = top2_gaps(wide, tokens).tolist() if self.record_gaps else None
+        random_rows = [row for row, seq in enumerate(sequences) if not seq.request.params.is_greedy]
+        if random_rows:
+            options = draw_options(random_rows, sequences)
+            tokens[options.rows] = draw_rows(wide, options)
+        return tokens.tolist(), gaps
+
+
+def draw_options(rows: list[int], sequences: list[Sequence]) -> DrawOptions:
+    """Gather the options of the random rows."""
+    params = [sequences[row].request.params for row in rows]
+    keys = [row_key(sequences[row].request.draw_key, sequences[row].index, sequences[row].num_tokens) for row in rows]
+    return DrawOptions(
+        rows=np.asarray(rows, np.int64),
+        temperature=np.asarray([p.temperature for p in params], np.float32),
+        top_k=np.asarray([p.top_k for p in params], np.int64),
+        top_p=np.asarray([p.top_p for p in params], np.float64),
+        min_p=np.asarray([p.min_p for p in params], np.float64),
+        keys=np.asarray(keys, np.uint64),
+    )

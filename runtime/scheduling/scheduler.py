@@ -1,0 +1,157 @@
+"""Decides what each step computes. Continuous batching: prefill and decode are one thing, a sequence simply has n tokens to compute.
+
+Order and progress: sequences run in the order of their rank (priority, then arrival). When blocks run out, the lowest-ranked running
+sequence is preempted (its blocks are freed, it is recomputed later), and nothing is admitted in that step. The highest-ranked one can
+always take everybody else's blocks, and a request that would not fit alone is refused by `add`: so every step makes progress and every
+request ends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from dspark.runtime.kv.manager import KVCacheManager
+from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput, StepOutput
+from dspark.runtime.scheduling.sequence import Sequence, SequenceStatus
+from dspark.runtime.scheduling.stopping import check_stop
+
+
+class Scheduler:
+    """Running and waiting sequences over one block pool.
+
+    max_num_batched_tokens bounds a step's tokens, and so the memory of activations. max_model_len ends a sequence with "length".
+    """
+
+    def __init__(self, kv: KVCacheManager, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+        self.kv = kv
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.running: list[Sequence] = []  # by rank
+        self.waiting: list[Sequence] = []  # by rank
+        self.num_preemptions = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. It must fit the pool alone (the engine refuses it otherwise)."""
+        insort(self.waiting, seq, key=lambda s: s.rank)
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan one step: first the running sequences, then as many waiting ones as there is room for."""
+        plan = SchedulerOutput()
+        num_preempted = self._schedule_running(plan)
+        for item in plan.scheduled:
+            self.kv.register_full_blocks(item.seq, item.seq.num_computed + item.num_tokens)
+        if num_preempted == 0:
+            self._admit_waiting(plan)
+        plan.copies = self.kv.take_copies()
+        assert plan.scheduled or not self.num_unfinished, "no sequence can make progress"
+        return plan
+
+    def commit(self, plan: SchedulerOutput, result: StepOutput) -> list[Sequence]:
+        """Append the new tokens and return the sequences that ended, their blocks released."""
+        tokens = iter(result.token_ids)
+        gaps = iter(result.top2_gaps or ())
+        finished: list[Sequence] = []
+        for item in plan.scheduled:
+            seq, samples = item.seq, item.samples
+            seq.num_computed += item.num_tokens
+            if not samples:
+                continue
+            seq.token_ids.append(next(tokens))
+            if result.top2_gaps is not None:
+                gap = next(gaps)
+                seq.min_top2_gap = gap if seq.min_top2_gap is None else min(seq.min_top2_gap, gap)
+            check_stop(seq, self.eos_token_ids, self.max_model_len)
+            if seq.finish_reason is not None:
+                finished.append(seq)
+        for seq in finished:
+            self._finish(seq)
+        return finished
+
+    def _schedule_running(self, plan: SchedulerOutput) -> int:
+        """Give each running sequence its tokens; decodes (one token) first, so that a long prefill cannot starve them."""
+        budget = self.max_num_batched_tokens
+        num_preempted = 0
+        order = sorted(self.running, key=lambda s: s.num_uncomputed > 1)  # stable: by rank within each kind
+        for seq in order:
+            if seq.status is not SequenceStatus.RUNNING or budget == 0:
+                continue
+            num_tokens = min(seq.num_uncomputed, budget)
+            while not self.kv.extend(seq, seq.num_computed, seq.num_computed + num_tokens):
+                victim = self.running[-1]
+                budget += self._unschedule(plan, victim)
+                self._preempt(victim)
+                num_preempted += 1
+                if victim is seq:
+                    break
+            else:
+                plan.scheduled.append(ScheduledSequence(seq, num_tokens))
+                budget -= num_tokens
+        return num_preempted
+
+    def _admit_waiting(self, plan: SchedulerOutput) -> None:
+        budget = self.max_num_batched_tokens - plan.num_tokens
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0]
+            if not self._take_blocks(seq):
+                return
+            num_tokens = min(seq.num_uncomputed, budget)
+            extended = self.kv.extend(seq, seq.num_computed, seq.num_computed + num_tokens)
+            assert extended, "room was checked"
+            self.waiting.pop(0)
+            seq.status = SequenceStatus.RUNNING
+            insort(self.running, seq, key=lambda s: s.rank)
+            plan.scheduled.append(ScheduledSequence(seq, num_tokens))
+            self.kv.register_full_blocks(seq, seq.num_computed + num_tokens)
+            budget -= num_tokens
+
+    def _take_blocks(self, seq: Sequence) -> bool:
+        """Share what is there already (a sibling's prompt, or the prefix cache); False when the rest does not fit now.
+
+        All of the sequence's present tokens must fit, with one more block for each running sequence's next tokens: a sequence that is
+        admitted only to be preempted costs its prefill twice.
+        """
+        reserve = len(self.running)
+        sibling = next((s for s in self.running if s.request is seq.request and s.num_computed >= s.prompt_len), None)
+        if sibling is not None and seq.num_output_tokens == 0:
+            if self.kv.allocator.num_available < 1 + reserve:
+                return False
+            num_shared = seq.prompt_len - 1  # the last prompt token is computed again: its logits are this sequence's own
+            self.kv.fork(sibling, seq, num_shared)
+        else:
+            num_found, num_idle = self.kv.num_cached_blocks(seq)
+            needed = self.kv.blocks_for(seq.num_tokens + 1) - num_found + num_idle + (1 if num_found else 0)
+            if needed + reserve > self.kv.allocator.num_available and self.running:
+                return False
+            num_shared = self.kv.match_prefix(seq, seq.num_tokens - 1)
+        seq.num_computed = num_shared
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = num_shared
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.kv.release(seq)
+        seq.num_computed = 0
+        seq.status = SequenceStatus.WAITING
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, seq, key=lambda s: s.rank)
+
+    def _finish(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.kv.release(seq)
+        seq.status = SequenceStatus.FINISHED
+
+    def _unschedule(self, plan: SchedulerOutput, seq: Sequence) -> int:
+        """Take a sequence out of the plan; returns the tokens that are free again."""
+        for i, item in enumerate(plan.scheduled):
+            if item.seq is seq:
+                del plan.scheduled[i]
+                return item.num_tokens
+        return 0

@@ -1,0 +1,74 @@
+"""One answer in the making: its tokens, how far they are computed, and the blocks it holds."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from dspark.runtime.kv.manager import BlockTable
+from dspark.runtime.spec.request import Request
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Answer number `index` of a request.
+
+    token_ids: prompt and answer so far. num_computed: how many of them have their keys and values stored. cache_salt: see PrefixIndex.root.
+    """
+
+    __slots__ = (
+        "cache_salt",
+        "finish_reason",
+        "first_token_at_s",
+        "index",
+        "min_top2_gap",
+        "num_cached_tokens",
+        "num_computed",
+        "num_preemptions",
+        "prompt_len",
+        "rank",
+        "request",
+        "status",
+        "stop_reason",
+        "stopper",
+        "table",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, index: int, rank: int, cache_salt: int = 0) -> None:
+        self.request = request
+        self.index = index
+        self.rank = (request.priority, rank, index)
+        self.token_ids = list(request.prompt_token_ids)
+        self.prompt_len = len(self.token_ids)
+        self.cache_salt = cache_salt
+        self.num_computed = 0
+        self.table = BlockTable()
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.stopper: object | None = None
+        self.num_cached_tokens: int | None = None
+        self.num_preemptions = 0
+        self.first_token_at_s = 0.0
+        self.min_top2_gap: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
