@@ -1,0 +1,202 @@
+"""Jitted attention over the paged KV cache: one inner loop over key tiles, a decode and a prefill kernel around it.
+
+Rows of a tile are query heads that share one KV head (GQA packed into the tile): row r is query token r // GROUP, head r % GROUP.
+A key tile spans pages: each key's block id is gathered from the block table, so any page size works. Table entries and slots at or past
+the last key are never read. Scores and softmax are float32 in base 2 (`scale` comes multiplied by log2(e)).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _attend(
+    q,
+    query_position,
+    first_key,
+    end_key,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    cache_block_stride,
+    cache_slot_stride,
+    scale,
+    WINDOW: tl.constexpr,
+    CACHE_BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Online softmax of q [BLOCK_M, BLOCK_D] over keys first_key .. end_key - 1 of one sequence and KV head.
+
+    query_position [BLOCK_M]; first_key must be a multiple of BLOCK_N, so that a row meets the same tiles whatever its neighbours.
+    Returns (unnormalised sum [BLOCK_M, BLOCK_D], softmax denominator [BLOCK_M], peak score [BLOCK_M]), all float32.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(first_key, end_key, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        inside = key < end_key
+        if HEAD_DIM == BLOCK_D:
+            load_mask = inside[:, None]
+        else:
+            load_mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
+        block = tl.load(table_ptr + key // CACHE_BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        slot = block * cache_block_stride + (key % CACHE_BLOCK_SIZE) * cache_slot_stride
+        at = slot[:, None] + dim[None, :]
+        k = tl.load(k_ptr + at, mask=load_mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        visible = inside[None, :] & (key[None, :] <= query_position[:, None])
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > query_position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet: avoid inf - inf
+        weights = tl.exp2(scores - anchor[:, None])
+        decay = tl.exp2(peak - anchor)
+        total = total * decay + tl.sum(weights, axis=1)
+        v = tl.load(v_ptr + at, mask=load_mask, other=0.0).to(q.dtype)
+        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        peak = new_peak
+    return acc, total, peak
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    query_start_ptr,
+    context_len_ptr,
+    table_ptr,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    table_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_slot_stride,
+    scale,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CACHE_BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (sequences, KV heads), at most one query token a sequence: its GROUP query heads are the rows of the tile."""
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    token = tl.load(query_start_ptr + sequence).to(tl.int64)
+    has_query = tl.load(query_start_ptr + sequence + 1) > token
+    context_len = tl.load(context_len_ptr + sequence)
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + row
+    mask = ((row < GROUP) & has_query)[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + token * q_token_stride + head[:, None] * q_head_stride + dim[None, :], mask=mask, other=0.0)
+    position = context_len - 1 + tl.zeros([BLOCK_M], tl.int32)
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(context_len - WINDOW, 0) // BLOCK_N * BLOCK_N
+    acc, total, _peak = _attend(
+        q,
+        position,
+        first_key,
+        context_len,
+        table_ptr + sequence * table_stride,
+        k_cache_ptr + kv_head * cache_head_stride,
+        v_cache_ptr + kv_head * cache_head_stride,
+        cache_block_stride,
+        cache_slot_stride,
+        scale,
+        WINDOW,
+        CACHE_BLOCK_SIZE,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+    )
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_at = out_ptr + token * out_token_stride + head[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    query_start_ptr,
+    context_len_ptr,
+    table_ptr,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    table_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_slot_stride,
+    scale,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CACHE_BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (query tiles of the longest sequence, KV heads, sequences): BLOCK_M // GROUP query tokens of one sequence a program.
+
+    Tiles past a sequence's own queries return at once. The last tiles, which see the most keys, start first.
+    """
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(2).to(tl.int64)
+    start = tl.load(query_start_ptr + sequence)
+    num_queries = tl.load(query_start_ptr + sequence + 1) - start
+    first_query = tile * QUERIES
+    if first_query < num_queries:
+        context_len = tl.load(context_len_ptr + sequence)
+        row = tl.arange(0, BLOCK_M)
+        dim = tl.arange(0, BLOCK_D)
+        query = first_query + row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        mask = ((row < QUERIES * GROUP) & (query < num_queries))[:, None] & (dim < HEAD_DIM)[None, :]
+        token = (start + query).to(tl.int64)
+        q_at = q_ptr + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
+        q = tl.load(q_at, mask=mask, other=0.0)
+        first_position = context_len - num_queries + first_query
+        position = first_position + row // GROUP
+        end_key = tl.minimum(first_position + QUERIES, context_len)
+        first_key = 0
+        if WINDOW > 0:
+            first_key = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        acc, total, _peak = _attend(
+            q,
+            position,
+            first_key,
+            end_key,
+            table_ptr + sequence * table_stride,
+            k_cache_ptr + kv_head * cache_head_stride,
+            v_cache_ptr + kv_head * cache_head_stride,
+            cache_block_stride,
+            cache_slot_stride,
+            scale,
+            WINDOW,
+            CACHE_BLOCK_SIZE,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+        )
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out_at = out_ptr + token[:, None] * out_token_stride + head[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,62 @@
+"""What every Triton op shares: the reasons to decline a run, and the one place where kernels are launched.
+
+No module that the dispatcher imports imports triton at its top: the jitted code lives in `*_kernels.py`, imported at the first call,
+so that a machine without triton can still ask why it was declined.
+"""
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from dspark.kernels.facts import KernelFacts
+
+MIN_CAPABILITY = (8, 0)
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def decline(facts: KernelFacts) -> str | None:
+    """The reason why no Triton kernel takes this run, or None."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if facts.dtype not in DTYPES:
+        return f"has no {_name(facts.dtype)}"
+    if facts.interpreted:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            return "the interpreter needs TRITON_INTERPRET=1 before triton is imported"
+        if facts.dtype is torch.bfloat16:
+            return "bfloat16 arithmetic is wrong under Triton's interpreter"
+        return None
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        return f"needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"
+    return None
+
+
+def decline_head_dim(facts: KernelFacts) -> str | None:
+    """The reason for which a kernel that holds whole heads in registers declines."""
+    if facts.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {facts.head_dim} is above {MAX_HEAD_DIM}"
+    return None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **config: Any) -> None:
+    """Run a jitted kernel over a grid; an empty grid (an empty batch) runs nothing.
+
+    `benchmarks/aot.py` replaces this function to compile what would have been launched.
+    """
+    if all(grid):
+        kernel[grid](*args, **config)
+
+
+def require(condition: bool, text: Callable[[], str]) -> None:
+    """Raise ValueError(text()) unless the condition holds: a shape that no kernel here can run is a programming error."""
+    if not condition:
+        raise ValueError(text())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

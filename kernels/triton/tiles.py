@@ -1,0 +1,81 @@
+"""Tile sizes, warps and pipeline stages of every kernel: simple functions of shapes, in one place, chosen by reasoning.
+
+None of these has been measured on a GPU so far. What bounds them: `tl.dot` wants at least 16 rows; registers (255 a thread, 65,536 a
+multiprocessor); shared memory of a block (99 KiB on capability 8.6 and 8.9, 163 KiB on 8.0, 227 KiB on 9.0).
+"""
+
+from dataclasses import dataclass
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def row_warps(block: int) -> int:
+    """Warps for a program that holds one row of `block` float32 values: 8 to 32 values a thread."""
+    return min(max(next_power_of_two(block // 512), 1), 16)
+
+
+ACTIVATION_BLOCK = 1024
+COPY_BLOCK = 4096
+
+
+def rope_heads(head_block: int, total_heads: int) -> int:
+    """Heads that one program of rope_store_kv holds: 2048 values, 16 a thread with 4 warps."""
+    return max(1, min(next_power_of_two(total_heads), 2048 // head_block))
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """rows: query rows (query tokens x query heads of one KV head). keys: keys a loop step takes."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def decode_tile(group: int, head_block: int, itemsize: int) -> AttentionTile:
+    """One query token a sequence: bound by reading K and V, so many keys in flight and few rows."""
+    keys = 64 if head_block * itemsize <= 256 else 32
+    return AttentionTile(max(16, next_power_of_two(group)), keys, 4, 3 if head_block * itemsize <= 256 else 2)
+
+
+def prefill_tile(max_query_len: int, group: int, head_block: int, itemsize: int) -> AttentionTile:
+    """Several query tokens: rows are queries times group, no more than the longest sequence can fill."""
+    wide = head_block * itemsize > 256
+    most = 32 if wide and itemsize == 4 else 64
+    rows = max(16, next_power_of_two(group), min(most, next_power_of_two(max_query_len * group)))
+    return AttentionTile(rows, 32 if wide else 64, 4, 2)
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """Output tile rows x cols, reduced `depth` inputs at a time; row_group: row tiles that share a column of weights in L2."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+    row_group: int = 8
+
+
+def group_depth(group_size: int, num_groups: int) -> int:
+    """The deepest K step that stays inside one group of weights, 0 when the group size allows none of at least 16."""
+    if num_groups == 1:
+        return 64
+    return next((depth for depth in (64, 32, 16) if group_size % depth == 0), 0)
+
+
+def wna16_tile(num_tokens: int, out_features: int, depth: int, itemsize: int) -> GemmTile:
+    """Few rows: bound by reading the weight, so narrow tiles that make many programs. Many rows: bound by the tensor cores."""
+    if itemsize == 4:  # plain float32 multiply-adds: small tiles keep the accumulator in registers
+        return GemmTile(16 if num_tokens <= 16 else 32, 32, min(depth, 32), 4, 2)
+    if num_tokens <= 16:
+        return GemmTile(16, 32 if out_features <= 8192 else 64, depth, 4, 4)
+    if num_tokens <= 32:
+        return GemmTile(32, 64, depth, 4, 3)
+    if num_tokens <= 64:
+        return GemmTile(64, 64, depth, 4, 3)
+    return GemmTile(128, 128, min(depth, 32), 8, 3)
