@@ -7,6 +7,7 @@ are compared by comparing two dicts. Linear ops are makers: their tuple is (weig
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from dspark.kernels.batch import AttentionBatch
+from dspark.kernels.dispatch import implementation
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.packing import pack_codes
 from dspark.kernels.wna16 import Wna16Weight
@@ -196,6 +198,11 @@ class Case:
         known = {name: self.shape.get(name, default) for name, default in _FACT_DEFAULTS.items()}
         return KernelFacts(device=device, dtype=dtype, **{**known, **overrides})
 
+    @property
+    def is_empty(self) -> bool:
+        """No token at all: outputs have no rows, caches stay as they are."""
+        return self.shape.get("num_tokens") == 0 or self.shape.get("sequences") == []
+
     def __str__(self) -> str:
         return f"{self.op}-{self.name}"
 
@@ -325,3 +332,51 @@ def run(
     """One implementation on one case: inputs are made on the CPU, copied to `device`, outputs come back to the CPU."""
     outputs = call(case.op, function, copied(case.args(dtype, seed), device), case.facts(dtype, device, **facts))
     return {name: tensor.cpu() for name, tensor in outputs.items()}
+
+
+def expected(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+    """What the reference writes; for an empty batch what must come out, known without running anything."""
+    if not case.is_empty:
+        return run(case, implementation("reference", case.op), dtype, seed)
+    args, shape = case.args(dtype, seed), case.shape
+    none = torch.empty(0, dtype=dtype)
+    if case.op == "rope_store_kv":
+        return {"q": none.view(0, shape["num_heads"], shape["head_dim"]), "k_cache": args[6], "v_cache": args[7]}
+    if case.op == "paged_attention":
+        return {"y": none.view(0, shape["num_heads"] * shape["head_dim"])}
+    if case.op == "add_rms_norm":
+        return {"normed": args[0], "residual": args[1]}
+    width = shape.get("hidden") or shape.get("intermediate") or shape["out_features"]
+    return {"y": none.view(0, width)}
+
+
+def random_cases(op: str, seed: int, count: int) -> list[Case]:
+    """Cases of attention or wna16 with random shapes, small enough for an interpreter."""
+    rng = random.Random(seed)
+    cases = []
+    for index in range(count):
+        if op == "paged_attention":
+            longest = rng.choice([1, 1, 6, 40])
+            queries = [rng.randint(1, longest) for _ in range(rng.randint(1, 4))]
+            num_kv_heads, group = rng.choice([1, 2]), rng.choice([1, 2, 3, 4, 7, 8])
+            shape: dict[str, Any] = {
+                "sequences": [(n, n + rng.choice([0, 0, rng.randint(0, 130)])) for n in queries],
+                "num_heads": num_kv_heads * group,
+                "num_kv_heads": num_kv_heads,
+                "head_dim": rng.choice([16, 32, 64, 80, 96, 128]),
+                "block_size": rng.choice([8, 16, 32]),
+                "window": rng.choice([None, None, rng.randint(1, 90)]),
+            }
+        else:
+            group_size = rng.choice([32, 64, 128])
+            shape = {
+                "num_tokens": rng.choice([1, 2, 16, 17, rng.randint(1, 130)]),
+                "in_features": group_size * rng.randint(1, 3),
+                "out_features": 8 * rng.randint(1, 20),
+                "bits": rng.choice([4, 8]),
+                "symmetric": rng.random() < 0.5,
+                "group_size": rng.choice([group_size, -1]),
+                "bias": rng.random() < 0.5,
+            }
+        cases.append(Case(op, f"random_{seed}_{index}", _MAKERS[op], shape))
+    return cases

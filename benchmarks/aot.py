@@ -1,0 +1,235 @@
+"""Compile every Triton kernel ahead of time, without a GPU, and print registers, spills and shared memory.
+
+    python benchmarks/aot.py [--arch 80 --arch 90] [--only decode] [--json FILE]
+
+The launchers themselves run, on tensors without storage ("meta"), with the launch replaced by a recorder: what is compiled is what would
+have been launched for that model, tile for tile. Must run without TRITON_INTERPRET.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.kernels.batch import AttentionBatch
+from dspark.kernels.facts import KernelFacts
+from dspark.kernels.triton import attention, elementwise, wna16
+from dspark.kernels.triton import launch as launcher
+from dspark.kernels.wna16 import Wna16Weight
+
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory one block may use, by compute capability."""
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    name: str
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+MODELS = (
+    ModelShape("SmolLM2-135M", 576, 1536, 9, 3, 64),
+    ModelShape("Llama-3-8B", 4096, 14336, 32, 8, 128),
+)
+
+
+@dataclass
+class Launch:
+    """One recorded launch, ready to compile."""
+
+    label: str
+    kernel: Any
+    args: tuple[Any, ...]
+    config: dict[str, Any]
+
+
+@dataclass
+class Row:
+    """One compiled kernel. stack_bytes: local memory a thread, which for these kernels is what was spilled."""
+
+    kernel: str
+    label: str
+    arch: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    warps: int
+    mma: str
+    seconds: float
+
+
+def record(run: Callable[[], Any], label: str) -> list[Launch]:
+    """The launches that `run` would do."""
+    launches: list[Launch] = []
+    real = launcher.launch
+    launcher.launch = lambda kernel, grid, *args, **config: launches.append(Launch(label, kernel, args, config))
+    try:
+        run()
+    finally:
+        launcher.launch = real
+    return launches
+
+
+def model_launches(model: ModelShape) -> Iterator[Launch]:
+    """Every kernel that a step of this model launches, at decode and at prefill sizes."""
+    dtype, heads, kv_heads, dim = model.dtype, model.num_heads, model.num_kv_heads, model.head_dim
+    facts = KernelFacts("cuda", dtype, dim, heads, kv_heads, 16)
+
+    def meta(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    tokens = 512
+    x, weight, head_weight = meta(tokens, model.hidden), meta(model.hidden), meta(dim)
+    cache = meta(1000, kv_heads, 16, dim)
+    qkv, angle = meta(tokens, (heads + 2 * kv_heads) * dim), meta(tokens, dim // 2, of=torch.float32)
+    slots, ids = meta(tokens, of=torch.int64), meta(4, of=torch.int64)
+    for norm in (None, head_weight):
+        name = f"{model.name}{'' if norm is None else ' q/k norm'}"
+
+        def rope(norm: torch.Tensor | None = norm) -> None:
+            elementwise.rope_store_kv(qkv, angle, angle, norm, norm, 1e-5, cache, cache, slots, heads)
+
+        yield from record(rope, name)
+    yield from record(lambda: elementwise.rms_norm(x, weight, 1e-5), model.name)
+    yield from record(lambda: elementwise.add_rms_norm(x, x, weight, 1e-5), model.name)
+    yield from record(lambda: elementwise.silu_and_mul(meta(tokens, 2 * model.intermediate)), model.name)
+    yield from record(lambda: elementwise.copy_blocks(cache, cache, ids, ids), model.name)
+    for queries, window in ((1, None), (1, 4096), (4, None), (512, None), (512, 4096)):
+        sequences = 64 if queries == 1 else 2
+        total = sequences * queries
+        ints = meta(sequences + 1, of=torch.int32), meta(sequences, of=torch.int32), meta(sequences, 256, of=torch.int32)
+        batch = AttentionBatch(*ints, meta(total, of=torch.int64), meta(total, of=torch.int64), queries, 4096)
+        label = f"{model.name} n={queries}{'' if window is None else ' window'}"
+
+        def attend(batch: AttentionBatch = batch, total: int = total, window: int | None = window) -> None:
+            attention.paged_attention(meta(total, heads, dim), cache, cache, batch, dim**-0.5, window)
+
+        yield from record(attend, label)
+    for bits, symmetric in ((4, True), (4, False), (8, True)):
+        group = next(size for size in (128, 64, 32) if model.hidden % size == 0)
+        groups = model.hidden // group
+        zeros = None if symmetric else meta(groups, 2 * model.intermediate, of=torch.uint8)
+        packed = meta(model.hidden * bits // 32, 2 * model.intermediate, of=torch.int32)
+        scales = meta(groups, 2 * model.intermediate, of=torch.float16)
+        linear = wna16.make_wna16_linear(Wna16Weight(packed, scales, zeros, bits, model.hidden), None, facts)
+        for rows in (1, 32, 64, 512):
+            label = f"{model.name} w{bits}{'' if symmetric else ' asym'} g{group} M={rows}"
+
+            def multiply(linear: Callable[..., Any] = linear, rows: int = rows) -> None:
+                linear(meta(rows, model.hidden))
+
+            yield from record(multiply, label)
+
+
+def compile_launch(launch: Launch, arch: int) -> Row:
+    """Compile one launch as Triton's own JIT would specialise it (integers of 1 folded, multiples of 16 and pointers marked)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = launch.kernel.arg_names
+    options = {name: launch.config[name] for name in ("num_warps", "num_stages") if name in launch.config}
+    signature: dict[str, str] = {}
+    constants: dict[Any, Any] = {}
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    for position, name in enumerate(names):
+        value = launch.args[position] if position < len(launch.args) else launch.config[name]
+        if position >= len(launch.args) or (isinstance(value, int) and value == 1):
+            signature[name], constants[(position,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attrs[(position,)] = _TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                attrs[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    start = time.perf_counter()
+    compiled = triton.compile(ASTSource(launch.kernel, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options)
+    seconds = time.perf_counter() - start
+    registers, stack = resource_usage(compiled.asm["cubin"])
+    mma = "wgmma" if "wgmma.mma_async" in compiled.asm["ptx"] else "mma" if "mma.sync" in compiled.asm["ptx"] else ""
+    kernel = launch.kernel.__name__
+    return Row(kernel, launch.label, arch, registers, stack, compiled.metadata.shared, options.get("num_warps", 4), mma, seconds)
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers a thread, bytes of local memory a thread) of the one kernel in a cubin, read by cuobjdump."""
+    import tempfile
+
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump told no registers: {text}")
+    return int(found[1]), int(found[2])
+
+
+def table(archs: list[int], only: str = "") -> Iterator[Row]:
+    """Compile each different launch of all MODELS for each architecture."""
+    for arch in archs:
+        seen = set()
+        for model in MODELS:
+            for launch in model_launches(model):
+                key = (launch.kernel.__name__, tuple(map(_identity, launch.args)), tuple(sorted(launch.config.items())))
+                if key not in seen and only in f"{launch.kernel.__name__} {launch.label}":
+                    seen.add(key)
+                    yield compile_launch(launch, arch)
+
+
+def _identity(value: Any) -> Any:
+    return value.dtype if isinstance(value, torch.Tensor) else (type(value), value == 1, value % 16 == 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, action="append", help="compute capability as 80 or 90; may be repeated (both)")
+    parser.add_argument("--only", default="", help="only kernels whose name and label contain this text")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET"):
+        print("aot: unset TRITON_INTERPRET: the interpreter compiles nothing", file=sys.stderr)
+        return 2
+    rows = []
+    print(f"{'kernel':22} {'shape':36} {'sm':>3} {'regs':>5} {'stack':>6} {'shared':>7} {'warps':>5} {'mma':6} {'s':>5}")
+    for row in table(options.arch or [80, 90], options.only):
+        rows.append(row)
+        numbers = f"{row.arch:3} {row.registers:5} {row.stack_bytes:6} {row.shared_bytes:7} {row.warps:5}"
+        print(f"{row.kernel:22} {row.label:36} {numbers} {row.mma:6} {row.seconds:5.1f}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    over = [row for row in rows if row.shared_bytes > SHARED_LIMIT[row.arch]]
+    for row in over:
+        print(f"over the shared memory of sm_{row.arch}: {row.kernel} {row.label}", file=sys.stderr)
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
