@@ -1,0 +1,145 @@
+"""Which format a path holds: a table, and the content decides (a config that says otherwise is a label, and labels lie)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dspark.converters.readers.base import CheckpointReader
+from dspark.converters.readers.gguf_file import MAGIC as GGUF_MAGIC
+from dspark.converters.readers.safetensors import INDEX_NAME, SINGLE_NAME
+from dspark.runtime.spec.errors import InputError, UnsupportedError
+from dspark.runtime.spec.manifest import MANIFEST_NAME
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """What detection may look at: names in the directory, tensor names (headers only) and the config, each empty when absent."""
+
+    path: Path
+    names: frozenset[str]
+    tensors: frozenset[str]
+    config: dict[str, Any]
+
+    def has_tensor(self, *endings: str) -> bool:
+        return any(name.endswith(endings) for name in self.tensors)
+
+    def method(self) -> str:
+        quantization = self.config.get("quantization_config") or {}
+        return str(quantization.get("quant_method", "")) if isinstance(quantization, dict) else ""
+
+
+@dataclass(frozen=True)
+class Format:
+    """reader: "module:Class" below dspark.converters.readers, or None for a format that is recognised but not read yet."""
+
+    name: str
+    matches: Callable[[SourceFacts], bool]
+    reader: str | None = None
+    hint: str = "convert the unquantized checkpoint instead"
+
+
+def _is_gguf(facts: SourceFacts) -> bool:
+    if not facts.path.is_file():
+        return False
+    with facts.path.open("rb") as file:
+        return file.read(4) == GGUF_MAGIC
+
+
+def _is_gptq(facts: SourceFacts) -> bool:
+    return facts.has_tensor(".qweight") and (facts.has_tensor(".g_idx") or facts.method() in ("gptq", "marlin"))
+
+
+FORMATS: tuple[Format, ...] = (
+    Format("engine", lambda f: MANIFEST_NAME in f.names, "engine:EngineReader"),
+    Format("gguf", _is_gguf, "gguf:GgufReader"),
+    Format("LoRA adapter", lambda f: "adapter_config.json" in f.names, None, "merge it into its base model first"),
+    Format("GPTQ", _is_gptq),
+    Format("AWQ", lambda f: f.has_tensor(".qweight")),
+    Format("compressed-tensors", lambda f: f.has_tensor(".weight_packed", ".weight_scale") or f.method() == "compressed-tensors"),
+    Format("FP8", lambda f: f.has_tensor(".weight_scale_inv") or f.method() == "fp8"),
+    Format("bitsandbytes", lambda f: f.has_tensor(".absmax", ".quant_map") or f.method() == "bitsandbytes"),
+    Format("quantized", lambda f: bool(f.method())),
+    Format("safetensors", lambda f: bool(f.names & {SINGLE_NAME, INDEX_NAME}), "safetensors:SafetensorsReader"),
+    Format(
+        "PyTorch pickle (.bin, .pt, .pth)",
+        lambda f: any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in f.names),
+        None,
+        "save the model as safetensors: save_pretrained(DIR) in transformers does so",
+    ),
+)
+READABLE = "a Hugging Face directory with safetensors weights, a .gguf file, an engine directory"
+
+
+def open_checkpoint(source: str | Path) -> CheckpointReader:
+    """The reader of a checkpoint.
+
+    Raises InputError for a path that holds no model, UnsupportedError for a format that is not read (naming it and what is).
+    """
+    path = Path(source)
+    if not path.exists():
+        hint = "give a local path; download a model first with: hf download NAME --local-dir DIR"
+        raise InputError(f"'{source}' does not exist", hint)
+    if path.is_dir():
+        path = _only_gguf(path) or path
+    facts = _facts(path)
+    format = next((f for f in FORMATS if f.matches(facts)), None)
+    if format is None:
+        raise InputError(f"'{source}' is no checkpoint that dspark knows", _hint_for(path, facts))
+    if format.reader is None:
+        raise UnsupportedError(f"'{source}' is a checkpoint of format {format.name}, which is not supported yet", format.hint)
+    module, _, name = format.reader.partition(":")
+    reader: CheckpointReader = getattr(import_module(f"dspark.converters.readers.{module}"), name)(path)
+    return reader
+
+
+def _only_gguf(directory: Path) -> Path | None:
+    """The .gguf file of a directory that holds no other weights. Raises InputError when there are several."""
+    if any((directory / name).is_file() for name in (MANIFEST_NAME, SINGLE_NAME, INDEX_NAME)):
+        return None
+    found = sorted(directory.glob("*.gguf"))
+    if len(found) > 1:
+        raise InputError(f"'{directory}' holds {len(found)} .gguf files", f"name one, such as {found[0]}")
+    return found[0] if found else None
+
+
+def _facts(path: Path) -> SourceFacts:
+    if not path.is_dir():
+        return SourceFacts(path, frozenset({path.name}), frozenset(), {})
+    names = frozenset(entry.name for entry in path.iterdir())
+    return SourceFacts(path, names, _tensor_names(path, names), _config(path / "config.json"))
+
+
+def _tensor_names(path: Path, names: frozenset[str]) -> frozenset[str]:
+    """Tensor names from the index or the headers; a file that cannot be read has none here, its reader says what is wrong with it."""
+    from dspark.converters.readers.safetensors import open_safetensors
+
+    try:
+        if INDEX_NAME in names:
+            return frozenset(json.loads((path / INDEX_NAME).read_text(encoding="utf-8")).get("weight_map", {}))
+        shards = [SINGLE_NAME] if SINGLE_NAME in names else sorted(name for name in names if name.endswith(".safetensors"))
+        return frozenset(key for shard in shards for key in open_safetensors(path / shard).keys())  # noqa: SIM118 - no mapping
+    except (InputError, OSError, ValueError, AttributeError):
+        return frozenset()
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The config for detection only: one that cannot be read counts as empty here and is refused by its reader."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _hint_for(path: Path, facts: SourceFacts) -> str:
+    if path.is_file() and path.suffix == ".safetensors":
+        return f"give the directory with its config.json: {path.parent}"
+    loose = sorted(name for name in facts.names if name.endswith(".safetensors"))
+    if loose:
+        return f"weights must be named {SINGLE_NAME} or listed in {INDEX_NAME} (found {', '.join(loose[:3])})"
+    return f"supported: {READABLE}"

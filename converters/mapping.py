@@ -1,0 +1,170 @@
+"""From a checkpoint's tensors to the engine's: every name and shape checked before the first one is written.
+
+The engine's names are Hugging Face's of the Llama family, the same for every family; what differs is which of them exist.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dspark.converters.readers.base import CheckpointReader, TensorInfo, summarize
+from dspark.runtime.models.hf_config import declared_dtype, eos_token_ids, model_config_from_hf
+from dspark.runtime.spec.errors import InputError, UsageError
+from dspark.runtime.spec.model_config import DTYPES, ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+# buffers that old savers wrote: transformers computes them
+_LEFTOVER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.\w+|(model\.)?layers\.\d+\.self_attn\.(masked_bias|bias)")
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+_COMPARE_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class MappedModel:
+    """What will be written: the config, each tensor's name and shape in order of use, and what the user should know."""
+
+    reader: CheckpointReader
+    config: ModelConfig
+    shapes: dict[str, tuple[int, ...]]
+    notes: tuple[str, ...]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor as the checkpoint has it, checked for the engine's dtype but not cast."""
+        return self.reader.read(name)
+
+    def read_cast(self, name: str) -> torch.Tensor:
+        """One tensor in the engine's dtype. Raises InputError when a finite value would become infinite (float16 holds up to 65504)."""
+        import torch
+
+        weight = self.reader.read(name)
+        cast = weight.to(getattr(torch, self.config.dtype))
+        if self.config.dtype == "float16" and weight.dtype != torch.float16 and bool((cast.isinf() & weight.isfinite()).any()):
+            raise InputError(f"{name} has values beyond what float16 holds ({float(weight.abs().max()):g})", "type --dtype bfloat16")
+        return cast
+
+
+def map_checkpoint(reader: CheckpointReader, dtype: str = "auto") -> MappedModel:
+    """Check a checkpoint against its own config and choose the dtype.
+
+    Raises InputError naming all missing, unexpected and wrongly shaped tensors at once; UnsupportedError as `model_config_from_hf`.
+    """
+    config = model_config_from_hf(reader.config())
+    generation = reader.generation_config() or {}
+    if generation.get("eos_token_id") is not None:  # transformers generates by this one, where there is one
+        config = replace(config, eos_token_ids=eos_token_ids(generation["eos_token_id"]))
+    found = {name: info for name, info in reader.tensors().items() if not _LEFTOVER.fullmatch(name)}
+    notes: list[str] = []
+    config = _settle_head(config, found, reader, notes)
+    shapes = expected_tensors(config)
+    _check(found, shapes, reader)
+    config = replace(config, dtype=_choose_dtype(dtype, reader, notes))
+    return MappedModel(reader, config, shapes, tuple(notes))
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a model, in order of use."""
+    hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    query, key = config.num_heads * dim, config.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
+
+    def linear(name: str, outputs: int, inputs: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (outputs, inputs)
+        if bias:
+            shapes[f"{name}.bias"] = (outputs,)
+
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        linear(f"{prefix}.self_attn.q_proj", query, hidden, config.qkv_bias)
+        linear(f"{prefix}.self_attn.k_proj", key, hidden, config.qkv_bias)
+        linear(f"{prefix}.self_attn.v_proj", key, hidden, config.qkv_bias)
+        if config.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (dim,)
+        linear(f"{prefix}.self_attn.o_proj", hidden, query, config.attention_out_bias)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        linear(f"{prefix}.mlp.gate_proj", ffn, hidden, config.mlp_bias)
+        linear(f"{prefix}.mlp.up_proj", ffn, hidden, config.mlp_bias)
+        linear(f"{prefix}.mlp.down_proj", hidden, ffn, config.mlp_bias)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = (config.vocab_size, hidden)
+    return shapes
+
+
+def linear_modules(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Module name -> (outputs, inputs) of every linear layer, the head included where it has its own weight."""
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in expected_tensors(config).items()
+        if len(shape) == 2 and name != EMBEDDING
+    }
+
+
+def _settle_head(config: ModelConfig, found: dict[str, TensorInfo], reader: CheckpointReader, notes: list[str]) -> ModelConfig:
+    """A tied model that was saved with a head: drop an identical copy, use a different one (a merged adapter leaves such files)."""
+    if not config.tie_word_embeddings or HEAD not in found or EMBEDDING not in found:
+        return config
+    if found[HEAD].shape == found[EMBEDDING].shape and _same_values(reader):
+        del found[HEAD]
+        return config
+    notes.append("config.json says tie_word_embeddings, but the saved lm_head.weight differs from the embedding: the saved head is used")
+    return replace(config, tie_word_embeddings=False)
+
+
+def _same_values(reader: CheckpointReader) -> bool:
+    import torch
+
+    head, embedding = reader.read(HEAD), reader.read(EMBEDDING)
+    rows = range(0, head.shape[0], _COMPARE_ROWS)
+    return all(torch.equal(head[row : row + _COMPARE_ROWS].float(), embedding[row : row + _COMPARE_ROWS].float()) for row in rows)
+
+
+def _check(found: dict[str, TensorInfo], expected: dict[str, tuple[int, ...]], reader: CheckpointReader) -> None:
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    wrong = [
+        f"{name} has {list(found[name].shape)}, the config says {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name].shape != shape
+    ]
+    bad_types = [f"{name} ({found[name].dtype})" for name in expected if name in found and not _is_readable(found[name], reader)]
+    faults = [
+        f"{what}: {summarize(names)}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong), ("no float type", bad_types))
+        if names
+    ]
+    if faults:
+        hint = "check that config.json and the weights belong together"
+        raise InputError(f"'{reader.path}' does not hold the tensors of its config: {'; '.join(faults)}", hint)
+
+
+def _is_readable(info: TensorInfo, reader: CheckpointReader) -> bool:
+    return info.dtype in DTYPES or reader.format == "gguf"  # a GGUF reader has refused what it cannot decode
+
+
+def _choose_dtype(wanted: str, reader: CheckpointReader, notes: list[str]) -> str:
+    """--dtype, else what the config declares, else what the tensors are; never wider than the tensors on a config's word alone.
+
+    A declared dtype as wide as the tensors' own but different (float16 said, bfloat16 stored) is a label that lies: the tensors win, since
+    a cast between the two loses range or digits for nothing.
+    """
+    if wanted not in DTYPE_CHOICES:
+        raise UsageError(f"--dtype is {wanted}, allowed: {', '.join(DTYPE_CHOICES)}")
+    if wanted != "auto":
+        return wanted
+    own = reader.storage_dtype()
+    declared = declared_dtype(reader.config())
+    if declared is None or declared == own:
+        return own
+    if _WIDTH[declared] >= _WIDTH[own]:
+        notes.append(f"config.json declares {declared}, but the tensors are {own}: {own} is kept")
+        return own
+    return declared
