@@ -7,14 +7,13 @@ docs/lines.md is the reference for users.
 from __future__ import annotations
 
 import json
-import math
-import re
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import orjson
 import xxhash
 
+from dspark.runtime.jobs import strict_json
+from dspark.runtime.jobs.strict_json import is_unicode, shorten
 from dspark.runtime.spec.errors import RequestError
 from dspark.runtime.spec.sampling_params import FIELDS, did_you_mean, parse_option
 
@@ -24,6 +23,7 @@ SHAPES = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 FLAT_KEYS = ("custom_id", "id", "prompt", "messages", "add_generation_prompt", "metadata")
 BODY_KEYS = ("prompt", "messages", "add_generation_prompt", "metadata", "max_completion_tokens")
 ENVELOPE_KEYS = ("custom_id", "id", "method", "url", "body")
+ENVELOPE_MARKS = ("method", "url", "body")
 RECORDED_KEYS = ("model", "user", "store", "service_tier", "stream_options", "safety_identifier")
 
 # Keys that stand in the interface or in the OpenAI API and are not built. A value that switches the feature off asks for
@@ -143,14 +143,17 @@ def parse_line(raw: bytes, line_number: int) -> JobLine:
     content_hash = xxhash.xxh3_128_hexdigest(raw)
     known: dict[str, Any] = {"line_number": line_number, "content_hash": content_hash}
     try:
-        data = _load(raw, known)
+        data = strict_json.loads(raw)
         if not isinstance(data, dict):
             raise RequestError(f"the line is {_kind(data)}, allowed: a JSON object", "not_an_object")
         return _Reader(data, known).read()
-    except LineError:
-        raise
     except RequestError as error:
-        raise LineError(error.message, error.code, error.param, **known) from None
+        message, param = error.message, error.param
+        if isinstance(error, strict_json.StrictJsonError):
+            _remember(error, known)
+            if param is not None and param.startswith("body."):
+                message, param = message.removeprefix("body."), param.removeprefix("body.")
+        raise LineError(message, error.code, param, **known) from None
 
 
 def options_table() -> str:
@@ -178,7 +181,7 @@ class _Reader:
 
     def read(self) -> JobLine:
         data = self.data
-        is_envelope = not data.keys().isdisjoint(("body", "url", "method"))
+        is_envelope = not data.keys().isdisjoint(ENVELOPE_MARKS)
         self.known["shape"] = _guess_shape(data) if is_envelope else "flat"
         custom_id = self._custom_id()
         if custom_id is not None:
@@ -234,7 +237,7 @@ class _Reader:
         for key in data:
             if key not in ENVELOPE_KEYS:
                 where = " (it belongs into body)" if key in FIELDS or key in BODY_KEYS else did_you_mean(key, list(ENVELOPE_KEYS))
-                _fail(f"unknown key '{_short(key)}' beside body{where}", "unknown_key", _short(key))
+                _fail(f"unknown key '{shorten(key)}' beside body{where}", "unknown_key", shorten(key))
         return url, {key: value for key, value in body.items() if value is not None}
 
     @staticmethod
@@ -252,7 +255,7 @@ class _Reader:
                 _fail(f"{key} is not supported yet", "unsupported_key", key)
             if not is_envelope and (key in RECORDED_KEYS or key in BODY_KEYS):
                 _fail(f"unknown key '{key}' (it belongs to the OpenAI shape, inside body)", "unknown_key", key)
-            _fail(f"unknown key '{_short(key)}'{did_you_mean(key[:100], [*FIELDS, *own])}", "unknown_key", _short(key))
+            _fail(f"unknown key '{shorten(key)}'{did_you_mean(key[:100], [*FIELDS, *own])}", "unknown_key", shorten(key))
 
     @staticmethod
     def _typed(body: dict[str, Any], key: str, kind: type, allowed: str) -> Any:
@@ -347,116 +350,29 @@ def _guess_shape(data: dict[str, Any]) -> str:
     return "chat" if isinstance(body, dict) and "messages" in body else "completion"
 
 
-# ---- strict JSON ----------------------------------------------------------------------------------------------------
-
-
 def _strip(raw: bytes, line_number: int) -> bytes:
+    raw = raw.strip(b" \t\r\n")
     if line_number == 1 and raw.startswith(BOM):
-        raw = raw[len(BOM) :]
-    return raw.strip(b" \t\r\n")
+        raw = raw[len(BOM) :].lstrip(b" \t\r\n")
+    return raw
 
 
-def _load(raw: bytes, known: dict[str, Any]) -> Any:
-    """The JSON value. Refuses what readers of JSON disagree about: NaN, infinities, doubled keys, lone surrogates."""
-    try:
-        data = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        _explain(raw, str(error), known)
-    try:
-        # A doubled key is lost in reading; the count of quotes tells, at a hundredth of the cost of a hook for every object.
-        if orjson.dumps(data).count(b'"') != raw.count(b'"') or rb"\u0022" in raw:
-            _remember(data, known)
-            json.loads(raw, object_pairs_hook=_refuse_doubled)
-        if isinstance(data, dict) and re.search(rb"[0-9]{19}", raw):
-            data = json.loads(raw)  # orjson reads integers beyond 64 bits as floats; metadata is to come out as it went in
-    except RequestError:
-        raise
-    except (TypeError, RecursionError):
-        _fail("the line is nested too deeply, allowed: 250 levels", "invalid_json")
-    except ValueError as error:
-        _fail(f"the line is not valid JSON: {error}", "invalid_json")
-    return data
-
-
-def _refuse_doubled(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        doubled = _short(next(name for name in names if names.count(name) > 1))
-        _fail(f"key '{doubled}' stands twice in one object, allowed: once", "invalid_json", doubled)
-    return result
-
-
-def _explain(raw: bytes, reason: str, known: dict[str, Any]) -> NoReturn:
-    """Why strict JSON did not read this line, with the field at fault when a lenient reader finds it."""
-    if not raw:
-        _fail("the line is empty, allowed: a JSON object", "invalid_json")
-    bad_byte = None
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        bad_byte = error.start
-        text = raw.decode(errors="replace")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error) if bad_byte is None else reason
-        data = None
-    if isinstance(data, dict):
-        _remember(data, known)
-    if bad_byte is not None:
-        _fail(f"byte {raw[bad_byte]:#04x} at offset {bad_byte} of the line is not UTF-8", "invalid_utf8")
-    for path, value in _walk(data):
-        if isinstance(value, float) and not math.isfinite(value):
-            name = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-            _fail(f"{path} is {name} (or beyond the range of a double), allowed: a finite number", "invalid_value", path)
-        if isinstance(value, str) and not _is_unicode(value):
-            _fail(f"{path} holds half of a surrogate pair, which is not a character", "invalid_unicode", path)
-    _fail(f"the line is not valid JSON: {reason}", "invalid_json")
-
-
-def _walk(data: Any) -> list[tuple[str, Any]]:
-    """(path, value) of every key and scalar; "body." is left out of paths. Iterative: depth must not matter."""
-    found, stack = [], [("", data)]
-    while stack:
-        path, value = stack.pop()
-        if isinstance(value, dict):
-            for key, item in value.items():
-                shown = _short(key) if _is_unicode(key) else "a key"
-                found.append((shown, key))
-                inner = "" if not path and key == "body" else f"{path}.{shown}" if path else shown
-                stack.append((inner, item))
-        elif isinstance(value, list):
-            stack.extend((f"{path}[{index}]", item) for index, item in enumerate(value))
-        else:
-            found.append((path or "the line", value))
-    return found
-
-
-def _remember(data: Any, known: dict[str, Any]) -> None:
-    """Keep id and shape of a line that is about to be refused."""
-    if isinstance(data, dict):
-        is_envelope = not data.keys().isdisjoint(("body", "url", "method"))
-        known["shape"] = _guess_shape(data) if is_envelope else "flat"
-        own_id = data.get("custom_id", data.get("id"))
-        if isinstance(own_id, str) and _is_unicode(own_id) and "\ufffd" not in own_id:
-            known["custom_id"] = own_id
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _remember(error: strict_json.StrictJsonError, known: dict[str, Any]) -> None:
+    """Keep id and shape of a line that is refused for its JSON, as `_Reader` would read them."""
+    data = error.partial
+    if not isinstance(data, dict):
+        return
+    is_envelope = any(data.get(key) is not None for key in ENVELOPE_MARKS)
+    known["shape"] = _guess_shape(data) if is_envelope else "flat"
+    ids = [data[key] for key in ("custom_id", "id") if data.get(key) is not None]
+    # A lenient reader puts U+FFFD where bytes are wrong: that is not the id as given.
+    damaged = error.code == "invalid_utf8" and "\ufffd" in str(ids)
+    if len(ids) == 1 and isinstance(ids[0], str) and is_unicode(ids[0]) and not damaged:
+        known["custom_id"] = ids[0]
 
 
 def _fail(message: str, code: str, param: str | None = None) -> NoReturn:
     raise RequestError(message, code, param)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _show(value: Any) -> str:
@@ -465,7 +381,7 @@ def _show(value: Any) -> str:
         return "missing"
     if isinstance(value, (dict, list)) and value:
         return _kind(value)
-    return _short(json.dumps(value[:80] if isinstance(value, str) else value, ensure_ascii=False))
+    return shorten(json.dumps(value[:80] if isinstance(value, str) else value, ensure_ascii=False))
 
 
 def _kind(value: Any) -> str:
