@@ -56,12 +56,12 @@ def usage_line(error: Any) -> str:
     return f"{text[:1].lower()}{text[1:]}; type {path} --help"
 
 
-def run(arguments: list[str] | None = None) -> int:
+def run(arguments: list[str] | None = None, application: typer.Typer = app) -> int:
     """Run the command line and return the exit code."""
     console = Console("dspark")
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = typer.main.get_command(app).main(args=arguments or ["--help"], prog_name="dspark", standalone_mode=False)
+        code = typer.main.get_command(application).main(args=arguments or ["--help"], prog_name="dspark", standalone_mode=False)
     except ClickError as error:
         console.error(usage_line(error))
         return 2

@@ -94,10 +94,12 @@ def flag_names(spec: Field[Any], kind: Kind) -> str:
     return f"--{dashed}/--no-{dashed}" if kind.element is bool else f"--{dashed}"
 
 
-def _help(spec: Field[Any]) -> str:
+def _help(spec: Field[Any], kind: Kind) -> str:
     text = str(spec.metadata["help"])
     default = spec.default
-    if "default:" in text or default in (None, (), False, MISSING):
+    if kind.repeated:
+        text += " (may be repeated)"
+    if "default:" in text or default is None or default is False or default is MISSING or default == ():
         return text
     if default is True:
         default = "on"
@@ -110,13 +112,13 @@ def _parameter(cls: type, spec: Field[Any]) -> introspect.Parameter:
     meta = spec.metadata
     choices = tuple(str(choice) for choice in meta.get("choices") or ())
     hint: Any = list[kind.element] if kind.repeated else kind.element  # type: ignore[name-defined]
-    common: dict[str, Any] = {"help": _help(spec), "show_default": False}
-    if meta.get("metavar") or choices:
-        common["metavar"] = meta.get("metavar") or "|".join(choices)
+    common: dict[str, Any] = {"help": _help(spec, kind), "show_default": False}
+    if kind.element is not bool:
+        common["metavar"] = meta.get("metavar") or "|".join(choices) or METAVARS.get(spec.name) or METAVARS[kind.element]
     if choices:
         common["autocompletion"] = lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
     if meta.get("argument"):
-        common.setdefault("metavar", spec.name.upper())
+        common["metavar"] = meta.get("metavar") or spec.name.upper()
         required = spec.default is MISSING
         info: Any = typer.Argument(... if required else None, **common)
         hint = hint if required else hint | None
@@ -161,16 +163,26 @@ def build(cls: type, given: dict[str, Any]) -> Any:
     return cls(**given)
 
 
+METAVARS: dict[type | str, str] = {int: "N", float: "X", str: "TEXT", Path: "FILE", "logit_bias": "ID=NUMBER"}
+
 COMMANDS: dict[str, tuple[type, ...]] = {}
 """Registered commands and their option classes; a configuration file may hold the keys of all of them."""
+
+
+def command_fields(command: str) -> list[tuple[type, Field[Any]]]:
+    """Every field of a command. Of two with one name the first is meant: --seed is the job's, not a line's."""
+    found: dict[str, tuple[type, Field[Any]]] = {}
+    for cls in COMMANDS[command]:
+        for spec in fields(cls):
+            found.setdefault(spec.name, (cls, spec))
+    return list(found.values())
 
 
 def config_keys(command: str) -> dict[str, Kind]:
     """Keys that a command reads from a configuration file."""
     return {
         spec.name: kind_of(cls, spec)
-        for cls in COMMANDS[command]
-        for spec in fields(cls)
+        for cls, spec in command_fields(command)
         if not spec.metadata.get("argument") and spec.name != "config"
     }
 
@@ -182,7 +194,11 @@ def resolve(command: str, typed: dict[str, Any]) -> list[Any]:
         typed["logit_bias"] = parse_bias_flag(typed["logit_bias"])
     configured = read_config(typed.get("config"), command, {name: config_keys(name) for name in COMMANDS})
     given = {**configured, **typed}
-    return [build(cls, {spec.name: given[spec.name] for spec in fields(cls) if spec.name in given}) for cls in COMMANDS[command]]
+    values: dict[type, dict[str, Any]] = {cls: {} for cls in COMMANDS[command]}
+    for cls, spec in command_fields(command):
+        if spec.name in given:
+            values[cls][spec.name] = given[spec.name]
+    return [build(cls, chosen) for cls, chosen in values.items()]
 
 
 def add_command(app: typer.Typer, function: Callable[..., int | None], *classes: type) -> None:
@@ -199,7 +215,7 @@ def add_command(app: typer.Typer, function: Callable[..., int | None], *classes:
         console = Console(name)
         raise typer.Exit(guarded(console, body))
 
-    parameters = [_parameter(cls, spec) for cls in COMMANDS[name] for spec in fields(cls)]
+    parameters = [_parameter(cls, spec) for cls, spec in command_fields(name)]
     parameters.sort(key=lambda p: not isinstance(p.default, typer.models.ArgumentInfo))
     callback.__signature__ = introspect.Signature(parameters)  # type: ignore[attr-defined]
     callback.__annotations__ = {p.name: p.annotation for p in parameters}

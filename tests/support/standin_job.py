@@ -1,0 +1,35 @@
+"""`dspark generate` with the stand-in engine: the same flags, files and exit codes. standin_job.py STEP_DELAY_MS IN OUT [flags]"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import typer
+from standin_engine import load_standin
+
+from dspark.runtime.spec.engine_config import EngineConfig
+from dspark.runtime.spec.sampling_params import SamplingParams
+from dspark_cli.app import run
+from dspark_cli.console import Console
+from dspark_cli.generate import JobOptions, run_generate
+from dspark_cli.options import add_command
+
+DELAY_S = float(sys.argv.pop(1)) / 1000 if __name__ == "__main__" else 0.0
+
+application = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+
+
+def generate(console: Console, options: JobOptions, config: EngineConfig, sampling: dict[str, Any]) -> int:
+    """Stand-in job."""
+    from dspark.runtime.jobs.job import Loaders
+
+    return run_generate(console, options, config, sampling, Loaders(load_standin(DELAY_S)))
+
+
+if __name__ == "__main__":
+    add_command(application, generate, JobOptions, EngineConfig, SamplingParams)
+    sys.exit(run(application=application))
