@@ -61,12 +61,13 @@ class PromptBuilder:
         """Token ids of the text; a text of megabytes is refused without tokenizing all of it.
 
         How few tokens a text can have is not to be read off its length (runs of blanks may be one token), so growing beginnings
-        are tokenized. A cut changes at most the tokens around it; twice the context in tokens can therefore not fit.
+        are tokenized. The cut spoils the token it falls into, which then is as many tokens as it has bytes, and perhaps a few
+        before it: whatever exceeds that and twice the context cannot fit.
         """
         size = CHARACTERS_PER_TOKEN * self._max_model_len
         while size < len(text):
             count = len(self._codec.encode(text[:size]))
-            if count >= 2 * self._max_model_len:
+            if count >= 2 * self._max_model_len + 4 * self._codec.longest_token:
                 raise self._too_long(param, f"{len(text)} characters, the first {size} of them {count} tokens")
             size *= 2
         return self._codec.encode(text, add_special_tokens)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from dspark.runtime.spec.errors import InputError, RequestError
 
@@ -45,6 +44,11 @@ class TextCodec:
     def special_ids(self) -> frozenset[int]:
         """The ids that `decode(skip_special_tokens=True)` leaves out."""
         return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token; in byte-level vocabularies a character stands for a byte."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def bos_token_id(self) -> int | None:
@@ -125,7 +129,11 @@ class TextCodec:
 
 
 def load_codec(engine_dir: Path | str) -> TextCodec:
-    """The codec of an engine or checkpoint directory. Raises InputError when a file is missing or broken."""
+    """The codec of an engine or checkpoint directory. Raises InputError when a file is missing or broken.
+
+    Whether BOS is added is the post-processor's word in tokenizer.json; add_bos_token in tokenizer_config.json is not asked,
+    as in transformers 5.
+    """
     directory = Path(engine_dir)
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -140,7 +148,6 @@ def load_codec(engine_dir: Path | str) -> TextCodec:
     config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
     specials = {name: token.content for name in NAMED_SPECIALS if (token := _added_token(config.get(name))) is not None}
     _add_special_tokens(tokenizer, config)
-    _set_bos_eos(tokenizer, config, specials)
     tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
     return TextCodec(tokenizer, specials, _chat_template(directory, config), _build_date(directory))
 
@@ -158,17 +165,6 @@ def _add_special_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     for token in map(_added_token, named):
         if token is not None and not getattr(known.get(token.content), "special", False):
             tokenizer.add_special_tokens([token])
-
-
-def _set_bos_eos(tokenizer: Tokenizer, config: dict[str, Any], specials: dict[str, str]) -> None:
-    """An explicit add_bos_token or add_eos_token overrides the post-processor of tokenizer.json, as in transformers."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = specials.get("bos_token") if config.get("add_bos_token") else None
-    eos = specials.get("eos_token") if config.get("add_eos_token") else None
-    pieces = [f"{bos}:0"] * (bos is not None) + ["$A:0"] + [f"{eos}:0"] * (eos is not None)
-    ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
-    tokenizer.post_processor = TemplateProcessing(single=pieces, special_tokens=ids)
 
 
 def _added_token(value: Any) -> AddedToken | None:
