@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from dspark.converters.detect import open_checkpoint
 from dspark.converters.mapping import MappedModel, map_checkpoint
+from dspark.converters.quantize import QuantPlan, plan_quantization, quantized_tensors
+from dspark.converters.threads import one_torch_thread
 from dspark.converters.writer import EngineWriter, check_target, hash_file
 from dspark.runtime.spec.manifest import EngineManifest
 
@@ -45,7 +47,29 @@ def convert(
     """
     check_target(Path(engine_dir), force)
     model = map_checkpoint(open_checkpoint(source), dtype)
-    return _write(model, engine_dir, audit, force, progress, dense_tensors(model), list(model.shapes))
+    return _write(_Job(model, Path(engine_dir), force, audit, progress), dense_tensors(model), list(model.shapes))
+
+
+def quantize(
+    source: str | Path,
+    engine_dir: str | Path,
+    scheme: str,
+    method: str = "rtn",
+    group_size: int | None = None,
+    ignore: tuple[str, ...] = (),
+    dtype: str = "auto",
+    audit: bool = True,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Result:
+    """Quantize an engine, or any checkpoint that `convert` reads. dtype: of what stays dense.
+
+    Raises as `convert` and `plan_quantization` do.
+    """
+    check_target(Path(engine_dir), force)
+    model = map_checkpoint(open_checkpoint(source), dtype)
+    plan = plan_quantization(model, scheme, method, group_size, ignore)
+    return _write(_Job(model, Path(engine_dir), force, audit, progress, plan), quantized_tensors(model, plan), plan.names(model))
 
 
 def dense_tensors(model: MappedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,30 +78,33 @@ def dense_tensors(model: MappedModel) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, model.read_cast(name)
 
 
-def _write(
-    model: MappedModel,
-    engine_dir: str | Path,
-    audit: bool,
-    force: bool,
-    progress: Progress | None,
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    names: list[str],
-) -> Result:
-    reader = model.reader
-    notes = list(model.notes)
-    bundle = reader.tokenizer()
-    notes += tokenizer_notes(model, bundle)
-    with EngineWriter(engine_dir, names, force) as writer:
+@dataclass(frozen=True)
+class _Job:
+    model: MappedModel
+    engine_dir: Path
+    force: bool
+    audit: bool
+    progress: Progress | None
+    plan: QuantPlan | None = None
+
+
+def _write(job: _Job, tensors: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> Result:
+    """The part that all conversions share: write, audit, publish."""
+    model, plan = job.model, job.plan
+    bundle = model.reader.tokenizer()
+    notes = [*model.notes, *tokenizer_notes(model, bundle)] + ([plan.group_note] if plan else [])
+    with one_torch_thread(), EngineWriter(job.engine_dir, names, job.force) as writer:
         for done, (name, tensor) in enumerate(tensors, 1):
             writer.add(name, tensor)
-            if progress is not None:
-                progress(done, len(names), name)
+            if job.progress is not None:
+                job.progress(done, len(names), name)
         if bundle is not None:
             writer.add_tokenizer(bundle)
-        generation = reader.generation_config()
+        generation = model.reader.generation_config()
         if generation is not None:
             writer.add_json("generation_config.json", generation)
-        manifest = writer.finish(model.config, None, lineage(model), notes=tuple(notes))
+        record = {"lineage": lineage(model), "notes": tuple(notes), "quality": plan.quality() if plan else {}}
+        manifest = writer.finish(model.config, plan.config if plan else None, **record)
         writer.publish()
     return Result(writer.target, manifest, notes)
 

@@ -1,0 +1,1 @@
+"""Quantizers: pure functions of a weight and a scheme, one file each."""

@@ -85,7 +85,7 @@ def make_tiny_checkpoint(directory: str | Path, family: str, seed: int = 0, dtyp
     path.mkdir(parents=True, exist_ok=True)
     model = make_tiny_model(family, seed, **config_overrides)
     model.to(getattr(torch, dtype)).save_pretrained(path)
-    save_tokenizer(path)
+    save_tokenizer(path, unk_token=None)  # transformers gives Qwen a default one, which the vocabulary does not have
     return path
 
 

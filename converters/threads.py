@@ -1,0 +1,40 @@
+"""How converters use the cores: one torch thread, and a pool of threads over slices of rows.
+
+Elementwise work on slices that fit the cache gains nothing from OpenMP inside one operation, and OpenMP's spinning threads lose a factor of
+five as soon as another process wants the same cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Torch operations use the calling thread only inside the block."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def map_slices(function: Callable[[T], R], slices: Iterable[T]) -> list[R]:
+    """The function over slices on all usable cores, results in order (so that sums over them do not depend on timing)."""
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return list(pool.map(function, slices))
