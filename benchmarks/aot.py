@@ -52,7 +52,14 @@ class ModelShape:
 MODELS = (
     ModelShape("SmolLM2-135M", 576, 1536, 9, 3, 64),
     ModelShape("Llama-3-8B", 4096, 14336, 32, 8, 128),
+    ModelShape("head_dim 80", 2560, 6912, 32, 32, 80),
+    ModelShape("head_dim 96", 3072, 8192, 32, 8, 96),
+    ModelShape("head_dim 256", 2048, 16384, 8, 1, 256),
+    ModelShape("float32 D=64", 576, 1536, 9, 3, 64, torch.float32),
+    ModelShape("float32 D=128", 4096, 14336, 32, 8, 128, torch.float32),
+    ModelShape("float32 D=256", 2048, 16384, 8, 1, 256, torch.float32),
 )
+"""Real models first, then the head sizes and the dtype that most threaten registers."""
 
 
 @dataclass

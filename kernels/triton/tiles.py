@@ -35,18 +35,31 @@ class AttentionTile:
     stages: int
 
 
+def _float32_tile(rows: int, head_block: int) -> AttentionTile:
+    """float32 has no tensor cores here (full precision is asked for): small tiles, or the plain multiply-adds spill."""
+    return AttentionTile(rows, 32 if head_block <= 128 else 16, 8, 1)
+
+
 def decode_tile(group: int, head_block: int, itemsize: int) -> AttentionTile:
     """One query token a sequence: bound by reading K and V, so many keys in flight and few rows."""
-    keys = 64 if head_block * itemsize <= 256 else 32
-    return AttentionTile(max(16, next_power_of_two(group)), keys, 4, 3 if head_block * itemsize <= 256 else 2)
+    rows = max(16, next_power_of_two(group))
+    if itemsize == 4:
+        return _float32_tile(rows, head_block)
+    return AttentionTile(rows, 64, 4, 3) if head_block <= 128 else AttentionTile(rows, 32, 4, 2)
 
 
 def prefill_tile(max_query_len: int, group: int, head_block: int, itemsize: int) -> AttentionTile:
-    """Several query tokens: rows are queries times group, no more than the longest sequence can fill."""
-    wide = head_block * itemsize > 256
-    most = 32 if wide and itemsize == 4 else 64
-    rows = max(16, next_power_of_two(group), min(most, next_power_of_two(max_query_len * group)))
-    return AttentionTile(rows, 32 if wide else 64, 4, 2)
+    """Several query tokens: rows are query tokens times group, no more than the longest sequence can fill.
+
+    8 warps where the float32 accumulator of 4 would fill the registers (sm_80 spilled at 64 rows x head_dim 128).
+    """
+    least = max(16, next_power_of_two(group))
+    if itemsize == 4:
+        return _float32_tile(least, head_block)
+    most = 128 if head_block <= 128 else 64
+    rows = max(least, min(most, next_power_of_two(max_query_len * group)))
+    warps = 8 if rows * head_block >= 64 * 128 else 4
+    return AttentionTile(rows, 64 if head_block <= 128 else 32, warps, 2)
 
 
 @dataclass(frozen=True)
