@@ -56,5 +56,5 @@ def test_shared_memory_fits(rows: list[dict[str, Any]]) -> None:
 
 def test_matrix_products_use_tensor_cores(rows: list[dict[str, Any]]) -> None:
     """16-bit products that fall back to multiply-adds would be right and useless."""
-    dots = [row for row in rows if row["kernel"] in ("decode_kernel", "prefill_kernel", "wna16_kernel")]
+    dots = [row for row in rows if row["kernel"] in ("decode_kernel", "prefill_kernel", "wna16_kernel") and "float32" not in row["label"]]
     assert [row for row in dots if not row["mma"]] == []
