@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dspark.converters.readers.base import CheckpointReader, TensorInfo, summarize
+from dspark.runtime.models import FAMILIES
 from dspark.runtime.models.hf_config import declared_dtype, eos_token_ids, model_config_from_hf
 from dspark.runtime.spec.errors import InputError, UsageError
 from dspark.runtime.spec.model_config import DTYPES, ModelConfig
@@ -70,33 +71,7 @@ def map_checkpoint(reader: CheckpointReader, dtype: str = "auto") -> MappedModel
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a model, in order of use."""
-    hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    query, key = config.num_heads * dim, config.num_kv_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-
-    def linear(name: str, outputs: int, inputs: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (outputs, inputs)
-        if bias:
-            shapes[f"{name}.bias"] = (outputs,)
-
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        linear(f"{prefix}.self_attn.q_proj", query, hidden, config.qkv_bias)
-        linear(f"{prefix}.self_attn.k_proj", key, hidden, config.qkv_bias)
-        linear(f"{prefix}.self_attn.v_proj", key, hidden, config.qkv_bias)
-        if config.qk_norm:
-            shapes[f"{prefix}.self_attn.q_norm.weight"] = (dim,)
-            shapes[f"{prefix}.self_attn.k_norm.weight"] = (dim,)
-        linear(f"{prefix}.self_attn.o_proj", hidden, query, config.attention_out_bias)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        linear(f"{prefix}.mlp.gate_proj", ffn, hidden, config.mlp_bias)
-        linear(f"{prefix}.mlp.up_proj", ffn, hidden, config.mlp_bias)
-        linear(f"{prefix}.mlp.down_proj", hidden, ffn, config.mlp_bias)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
-    return shapes
+    return FAMILIES[config.family].tensors(config)
 
 
 def linear_modules(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.converters.audit import audit_engine
 from dspark.converters.detect import open_checkpoint
 from dspark.converters.mapping import MappedModel, map_checkpoint
 from dspark.converters.quantize import QuantPlan, plan_quantization, quantized_tensors
@@ -93,11 +94,12 @@ def _write(job: _Job, tensors: Iterator[tuple[str, torch.Tensor]], names: list[s
     model, plan = job.model, job.plan
     bundle = model.reader.tokenizer()
     notes = [*model.notes, *tokenizer_notes(model, bundle)] + ([plan.group_note] if plan else [])
-    with one_torch_thread(), EngineWriter(job.engine_dir, names, job.force) as writer:
-        for done, (name, tensor) in enumerate(tensors, 1):
-            writer.add(name, tensor)
-            if job.progress is not None:
-                job.progress(done, len(names), name)
+    with EngineWriter(job.engine_dir, names, job.force) as writer:
+        with one_torch_thread():
+            for done, (name, tensor) in enumerate(tensors, 1):
+                writer.add(name, tensor)
+                if job.progress is not None:
+                    job.progress(done, len(names), name)
         if bundle is not None:
             writer.add_tokenizer(bundle)
         generation = model.reader.generation_config()
@@ -105,6 +107,11 @@ def _write(job: _Job, tensors: Iterator[tuple[str, torch.Tensor]], names: list[s
             writer.add_json("generation_config.json", generation)
         record = {"lineage": lineage(model), "notes": tuple(notes), "quality": plan.quality() if plan else {}}
         manifest = writer.finish(model.config, plan.config if plan else None, **record)
+        if job.audit:
+            manifest = replace(manifest, audit=audit_engine(writer.directory, model.reader))
+        else:
+            manifest = replace(manifest, audit={"summary": "not audited: --no-audit"})
+        manifest.save(writer.directory)
         writer.publish()
     return Result(writer.target, manifest, notes)
 

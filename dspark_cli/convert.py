@@ -1,0 +1,104 @@
+"""`dspark convert`: any checkpoint -> an engine directory."""
+
+# ruff: noqa: RUF009 - flag() and argument() return dataclass fields
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dspark_cli.console import Console
+from dspark_cli.options import add_command, argument, flag
+
+if TYPE_CHECKING:
+    from dspark.converters.pipeline import Result
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Flags of `dspark convert`."""
+
+    source: Path = argument("checkpoint: a Hugging Face directory with safetensors weights, or a .gguf file")
+    engine: Path = argument("engine directory to write")
+    dtype: str = flag("auto", "dtype of the weights; auto: the checkpoint's own", choices=DTYPES)
+    audit: bool = flag(True, "compare logits, tokenizer and chat template with transformers before publishing")
+    force: bool = flag(False, "replace an engine that is already there")
+
+
+def convert(console: Console, options: ConvertOptions) -> int:
+    """Convert a checkpoint to an engine directory."""
+    from dspark.converters.pipeline import convert as run
+
+    start = time.monotonic()
+    console.note(f"converting {options.source}")
+    progress = TensorProgress(console)
+    try:
+        result = run(options.source, options.engine, options.dtype, options.audit, options.force, progress)
+    finally:
+        progress.close()
+    report_result(console, result, time.monotonic() - start)
+    return 0
+
+
+class TensorProgress:
+    """The pipeline's progress callback, drawn as a bar of tensors."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Any = None
+        self._done = 0
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        if self._bar is None:
+            self._bar = self._console.progress(total, "tensor")
+        self._bar.advance(done - self._done)
+        self._done = done
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def report_result(console: Console, result: Result, seconds: float) -> None:
+    """Notes first, then the one line that ends a conversion; the same as a document with --json."""
+    manifest = result.manifest
+    model, quality = manifest.model, manifest.quality
+    for note in result.notes:
+        console.note(f"note: {note}")
+    scheme = describe_scheme(manifest.quant)
+    parts = [model.family, model.dtype if scheme is None else scheme, f"{manifest.weight_bytes() / 1e6:.1f} MB"]
+    if quality:
+        parts.append(f"SQNR mean {quality['mean_sqnr_db']} dB, worst {quality['worst_sqnr_db']} dB ({quality['worst_layer']})")
+    parts.append(str(manifest.audit.get("summary", "not audited")))
+    console.note(f"wrote {result.engine} in {seconds:.1f} s: {', '.join(parts)}")
+    console.document(
+        {
+            "engine": str(result.engine),
+            "family": model.family,
+            "dtype": model.dtype,
+            "scheme": scheme,
+            "weight_bytes": manifest.weight_bytes(),
+            "audit": manifest.audit,
+            "quality": quality,
+            "notes": result.notes,
+            "seconds": round(seconds, 3),
+        }
+    )
+
+
+def describe_scheme(quant: Any) -> str | None:
+    """A quantization in words, such as "w4a16 group 64", or None."""
+    if quant is None:
+        return None
+    size = quant.scheme.group_size
+    return f"{quant.scheme.name} {'per channel' if size == -1 else f'group {size}'}"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    add_command(app, convert, ConvertOptions)
