@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any, NoReturn
 
 import orjson
@@ -31,7 +30,7 @@ def loads(raw: bytes) -> Any:
         if orjson.dumps(data).count(b'"') != raw.count(b'"') or rb"\u0022" in raw:
             json.loads(raw, object_pairs_hook=_refuse_doubled)
         # orjson reads integers beyond 64 bits as floats; what is handed through is to come out as it went in.
-        if _LONG_NUMBER.search(raw):
+        if _LONG_NUMBER in raw.translate(_ALL_DIGITS_ZERO):
             data = json.loads(raw)
     except StrictJsonError as error:
         error.partial = data
@@ -43,7 +42,8 @@ def loads(raw: bytes) -> Any:
     return data
 
 
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_ALL_DIGITS_ZERO = bytes(ord("0") if chr(byte) in "0123456789" else byte for byte in range(256))
+_LONG_NUMBER = b"0" * 19
 
 
 def is_unicode(text: str) -> bool:

@@ -89,23 +89,24 @@ class TextCodec:
             )
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        special_tokens: dict[str, Any] = dict(self.special_tokens)
         if "strftime_now" in self.chat_template:
             self._pin_clock()
         # transformers drops null fields (content, tool_calls) before a template sees them; templates rely on it.
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            rendered, _ = render_jinja_template(
+            rendered = render_jinja_template(
                 conversations=[chat],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
+                **special_tokens,
             )
         except (MemoryError, ImportError):
             raise
         except Exception as error:  # a template may raise anything: its own sentence, or whatever its Jinja code stumbles over
             words = " ".join(str(error).split()) or type(error).__name__
             raise RequestError(f"the chat template refuses these messages: {words}", "template_refused", "messages") from error
-        return rendered[0]
+        return str(rendered[0][0])  # of one conversation: (texts, spans of the assistant)
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
