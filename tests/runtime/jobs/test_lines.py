@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.runtime.jobs.lines import UNBUILT_KEYS, JobLine, LineError, is_blank, options_table, parse_line
+from dspark.runtime.jobs.scan import peek_id
 from dspark.runtime.spec.sampling_params import FIELDS
 
 
@@ -368,6 +369,25 @@ def test_any_object_is_a_line_or_a_line_error(record: dict, in_body: bool) -> No
         assert len(error.message) < 400
     else:
         assert (line.prompt is None) != (line.messages is None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["custom_id", "id", "prompt", "body", "top_p"]),
+        st.sampled_from([None, "a", "b\ufffd", "\ud800", 7, {}, float("nan")]),
+    ),
+    st.sampled_from([b"", b"}", b"\xff", b' {"id": "c"}']),
+)
+def test_the_scan_of_a_file_keys_each_line_by_the_id_of_its_record(record: dict, garbage: bytes) -> None:
+    """`scan.peek_id` looks at ids alone, at a fraction of the cost; a difference would lose or double lines."""
+    raw = json.dumps(record).encode()
+    for line in (raw + garbage, raw[:-1] + garbage + raw[-1:], raw.replace(b'"prompt"', b'"id"')):
+        try:
+            parsed: JobLine | LineError = parse_line(line, 3)
+        except LineError as error:
+            parsed = error
+        assert (peek_id(line, 3) or "line-3") == parsed.custom_id
 
 
 # ---- documentation --------------------------------------------------------------------------------------------------
