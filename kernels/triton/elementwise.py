@@ -9,8 +9,9 @@ from dspark.kernels.triton import tiles
 
 def supports(op: str, facts: KernelFacts) -> str | None:
     """None, or why these kernels do not take the op."""
-    reason = launcher.decline(facts)
-    return reason or (launcher.decline_head_dim(facts) if op == "rope_store_kv" else None)
+    if op == "rope_store_kv" and facts.deterministic:  # a CPU attention may lay out the cache in its own way: store and read as one
+        return "paged_attention declines deterministic runs, and both share one cache layout"
+    return launcher.decline(facts) or (launcher.decline_head_dim(facts) if op == "rope_store_kv" else None)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

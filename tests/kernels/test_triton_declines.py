@@ -47,6 +47,8 @@ def test_declines_what_the_kernels_lack() -> None:
     assert elementwise.supports("rope_store_kv", facts(head_dim=512)) == "head_dim 512 is above 256"
     assert attention.supports("paged_attention", facts(head_dim=512)) == "head_dim 512 is above 256"
     assert "deterministic" in (attention.supports("paged_attention", facts(deterministic=True)) or "")
+    assert "cache layout" in (elementwise.supports("rope_store_kv", facts(deterministic=True)) or "")
+    assert elementwise.supports("rms_norm", facts(deterministic=True)) is None
     assert wna16.supports("make_wna16_linear", facts(deterministic=True)) is None
 
 

@@ -1,0 +1,17 @@
+"""Every Triton kernel and tiny engines on a real GPU (`make gpu-check` runs the same checks with a time limit and a table)."""
+
+import pytest
+from gpu_checks import Check, gpu_engine_checks, gpu_kernel_checks, no_gpu_reason
+
+REASON = no_gpu_reason()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+
+
+@pytest.mark.parametrize("check", gpu_kernel_checks(), ids=lambda check: check.name)
+def test_kernel_on_gpu(check: Check) -> None:
+    check.run()
+
+
+@pytest.mark.parametrize("check", gpu_engine_checks(), ids=lambda check: check.name)
+def test_engine_on_gpu(check: Check) -> None:
+    check.run()
