@@ -59,9 +59,27 @@ def load_transformers_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        options = {"config": config} if (config := _class_hints(directory)) is not None else {}
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # transformers raises whatever the file made it stumble over
         raise InputError(f"the tokenizer in '{directory}' cannot be read ({error})", "check its tokenizer files") from error
+
+
+def _class_hints(directory: Path) -> Any:
+    """What AutoTokenizer asks of the model's config (its type, and a tokenizer class), or None without a config.json.
+
+    Given apart, so that a config whose other keys transformers stumbles over (a dtype "torch.bfloat16") does not cost the tokenizer.
+    """
+    from transformers import AutoConfig
+
+    try:
+        described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = AutoConfig.for_model(described["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    config.tokenizer_class = described.get("tokenizer_class")
+    config._name_or_path = str(directory)
+    return config
 
 
 def bundle_from_transformers(tokenizer: Any) -> TokenizerBundle:
