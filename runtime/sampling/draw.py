@@ -17,7 +17,7 @@ _U_MAX = np.float32(U_MAX)
 _CHUNK = 1024
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def argmax_rows(logits):
     """float32 [rows, V] -> int64 [rows]: the largest, the lowest id among equals. NaN never wins."""
     num_rows, vocab_size = logits.shape
@@ -39,7 +39,7 @@ def argmax_rows(logits):
     return best
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def top2_gaps(logits, tokens):
     """Largest minus second largest logit of each row: float32 [rows]."""
     gaps = np.empty(logits.shape[0], np.float32)
@@ -52,7 +52,7 @@ def top2_gaps(logits, tokens):
     return gaps
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _uniform(key, token):
     """The number u in (0, 1) of one token (see rng)."""
     z = key + np.uint64(token + 1) * _GAMMA
@@ -62,7 +62,7 @@ def _uniform(key, token):
     return min(np.float32((np.float64(z >> np.uint64(32)) + 0.5) * 2.0**-32), _U_MAX)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _candidates(probs, top_k, top_p):
     """Token ids that top-k and top-p keep, from likely to unlikely, equal ones by id.
 
@@ -111,7 +111,7 @@ def _candidates(probs, top_k, top_p):
     return ids
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _draw_row(logits, temperature, top_k, top_p, min_p, key):
     """One token of a float32 row [V]."""
     vocab_size = logits.shape[0]
@@ -156,7 +156,7 @@ def _draw_row(logits, temperature, top_k, top_p, min_p, key):
     return best
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def _draw(logits, rows, temperature, top_k, top_p, min_p, keys):
     tokens = np.empty(rows.shape[0], np.int64)
     for i in prange(rows.shape[0]):

@@ -1,0 +1,177 @@
+"""Paged attention that reads the pages in place, for float32 and bfloat16 caches.
+
+On CPU a key block is stored dimension-major, [head_dim, block_size] inside the cache's [block_size, head_dim] room: 16 keys of one
+dimension are one vector. `rope_store_kv` of this package writes them so; values keep the plain order.
+
+Work is cut into (sequence, up to 16 queries, key/value head). The scores of a query row over its whole context lie in a scratch row, so the
+softmax is one pass with no rescaling, and a row's arithmetic does not depend on which other rows are computed beside it, on the number of
+threads or on how a prompt was cut into chunks.
+"""
+
+import numpy as np
+import torch
+from numba import get_num_threads, njit, prange
+
+from dspark.kernels.batch import AttentionBatch
+from dspark.kernels.cpu.simd import add_values, exp_approx, prefetch, scores_16_keys, store, widen
+from dspark.kernels.cpu.views import as_array
+from dspark.kernels.facts import KernelFacts
+
+QUERY_TILE = 16
+ROW_TILE = 4
+
+
+def supports(op: str, facts: KernelFacts) -> str | None:
+    if facts.dtype not in (torch.float32, torch.bfloat16):
+        return f"is compiled for float32 and bfloat16, the dtype is {str(facts.dtype).removeprefix('torch.')}"
+    if facts.head_dim % 16:
+        return f"needs a head_dim that 16 divides, it is {facts.head_dim}"
+    if facts.block_size % 16:
+        return f"needs a block size that 16 divides, it is {facts.block_size}"
+    return None
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nnan", "nsz"})
+def _softmax(row, begin, end):
+    """Softmax of row[begin:end] in place; the rest of the row becomes 0."""
+    seen = row[begin:end]
+    top = np.float32(-np.inf)
+    for i in range(seen.shape[0]):
+        top = max(top, seen[i])
+    for i in range(seen.shape[0]):
+        seen[i] = exp_approx(seen[i] - top)
+    total = np.float32(0.0)
+    for i in range(seen.shape[0]):
+        total += seen[i]
+    inverse = np.float32(1.0) / total
+    for i in range(seen.shape[0]):
+        seen[i] *= inverse
+    row[:begin] = np.float32(0.0)
+    row[end:] = np.float32(0.0)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _load_queries(q, source, group, num_rows, q_width, head_dim, scale, rows_q):
+    """Widen and scale query rows: row = query * group + head in group, so that neighbours share their limits."""
+    for row in range(num_rows):
+        start = source + row // group * q_width + row % group * head_dim
+        head = q[start : start + head_dim]
+        target = rows_q[row * head_dim : (row + 1) * head_dim]
+        for d in range(head_dim):
+            target[d] = widen(head[d]) * scale
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _store_rows(acc, tile, row0, group, out, target, out_width, head_dim):
+    """Write accumulated rows where their queries' results belong."""
+    for r in range(tile):
+        row = row0 + r
+        start = target + row // group * out_width + row % group * head_dim
+        head = out[start : start + head_dim]
+        values = acc[r * head_dim : (r + 1) * head_dim]
+        for d in range(head_dim):
+            store(head, d, values[d])
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _attend(q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens, shape, scale, window, scratch_len, num_workers, out):
+    """tasks int32 [n, 3]: sequence, first query of the tile, key/value head; worker w takes every num_workers-th of them.
+
+    shape: num_heads, num_kv_heads, block_size, head_dim. window 0 is full attention. q rows are q_width elements apart.
+    """
+    num_heads, num_kv_heads, block_size, head_dim = shape
+    group = num_heads // num_kv_heads
+    block_elements = block_size * head_dim
+    page = num_kv_heads * block_elements
+    out_width = num_heads * head_dim
+    for worker in prange(num_workers):
+        scores = np.empty(ROW_TILE * scratch_len, np.float32)
+        rows_q = np.empty(QUERY_TILE * group * head_dim, np.float32)
+        acc = np.empty(ROW_TILE * head_dim, np.float32)
+        for t in range(worker, tasks.shape[0], num_workers):
+            seq, first, kv_head = np.int64(tasks[t, 0]), np.int64(tasks[t, 1]), np.int64(tasks[t, 2])
+            start, context = np.int64(query_start[seq]), np.int64(context_lens[seq])
+            num_queries = np.int64(query_start[seq + 1]) - start
+            num_rows = (min(first + QUERY_TILE, num_queries) - first) * group
+            column = kv_head * group * head_dim
+            blocks = tables[seq]
+            _load_queries(q, (start + first) * q_width + column, group, num_rows, q_width, head_dim, scale, rows_q)
+            first_limit = context - num_queries + first + 1  # keys that the first query sees
+            for row0 in range(0, num_rows, ROW_TILE):
+                tile = min(ROW_TILE, num_rows - row0)
+                # the tile's last query sees most, its first query's window begins first
+                high = first_limit + (row0 + tile - 1) // group
+                low = max(first_limit + row0 // group - window, 0) // block_size * block_size if window > 0 else 0
+                for position in range(low, high, 16):
+                    if position % block_size == 0 and position + block_size < high:
+                        following = np.int64(blocks[position // block_size + 1])
+                        prefetch(k_flat, following * page + kv_head * block_elements, block_elements)
+                    offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements + position % block_size
+                    scores_16_keys(
+                        tile, rows_q, row0 * head_dim, head_dim, k_flat, offset, block_size, head_dim, scores, position - low, scratch_len
+                    )
+                for r in range(tile):
+                    limit = first_limit + (row0 + r) // group
+                    begin = max(limit - window, 0) if window > 0 else 0
+                    _softmax(scores[r * scratch_len : r * scratch_len + high - low], begin - low, limit - low)
+                acc[:] = np.float32(0.0)
+                for position in range(low, high, block_size):
+                    if position + block_size < high:
+                        following = np.int64(blocks[position // block_size + 1])
+                        prefetch(v_flat, following * page + kv_head * block_elements, block_elements)
+                    offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements
+                    num_keys = min(block_size, high - position)
+                    add_values(tile, scores, position - low, scratch_len, v_flat, offset, head_dim, num_keys, head_dim, acc, 0, head_dim)
+                _store_rows(acc, tile, row0, group, out, (start + first) * out_width + column, out_width, head_dim)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _cut_tasks(query_start, context_lens, num_kv_heads):
+    """(sequence, first query, head) of every tile, heavy ones first so that threads end together."""
+    num_tiles = 0
+    for seq in range(context_lens.shape[0]):
+        num_tiles += -(-(query_start[seq + 1] - query_start[seq]) // QUERY_TILE)
+    tasks = np.empty((num_tiles * num_kv_heads, 3), np.int32)
+    cost = np.empty(num_tiles * num_kv_heads, np.int64)
+    t = 0
+    for seq in range(context_lens.shape[0]):
+        num_queries = query_start[seq + 1] - query_start[seq]
+        for first in range(0, num_queries, QUERY_TILE):
+            for head in range(num_kv_heads):
+                tasks[t, 0], tasks[t, 1], tasks[t, 2] = seq, first, head
+                cost[t] = -np.int64(context_lens[seq]) * min(QUERY_TILE, num_queries - first)
+                t += 1
+    return tasks[np.argsort(cost, kind="mergesort")]
+
+
+def paged_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, scale: float, window: int | None
+) -> torch.Tensor:
+    """See `kernels.reference.attention`; the keys are dimension-major (module docstring)."""
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype)
+    if num_tokens == 0:
+        return out
+    num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
+    q_width = q.stride(0)
+    query_start, context_lens = batch.query_start.numpy(), batch.context_lens.numpy()
+    tasks = _cut_tasks(query_start, context_lens, num_kv_heads)
+    scratch_len = -(-batch.max_context_len // block_size) * block_size + 16
+    flat_q = as_array(q.as_strided((q_width * (num_tokens - 1) + num_heads * head_dim,), (1,)))
+    _attend(
+        flat_q,
+        q_width,
+        as_array(k_cache.view(-1)),
+        as_array(v_cache.view(-1)),
+        batch.block_tables.numpy(),
+        tasks,
+        query_start,
+        context_lens,
+        (num_heads, num_kv_heads, block_size, head_dim),
+        np.float32(scale),
+        window or 0,
+        scratch_len,
+        get_num_threads(),
+        as_array(out.view(-1)),
+    )
+    return out

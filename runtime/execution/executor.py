@@ -1,0 +1,26 @@
+"""Where a plan runs."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
+
+
+class Executor(Protocol):
+    """One or many ranks behind one call."""
+
+    num_blocks: int
+    """KV blocks in the pool."""
+
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        """Run one step to its end."""
+
+    def cache_salt(self, prompt_len: int) -> int:
+        """What a sequence's keys depend on besides its tokens (see kv.PrefixIndex.root)."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters and choices, JSON-ready."""
+
+    def shutdown(self) -> None:
+        """Give memory and threads back."""

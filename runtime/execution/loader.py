@@ -1,0 +1,103 @@
+"""Engine directory -> loaded decoder. Every tensor of the manifest is used exactly once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from dspark.kernels.ops import KernelFacts, Kernels
+from dspark.runtime.models.decoder import Decoder, build_decoder
+from dspark.runtime.spec.errors import InputError, UsageError
+from dspark.runtime.spec.manifest import EngineManifest, load_manifest
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class EngineWeights:
+    """The WeightSource of an engine directory: shards are memory-mapped and read tensor by tensor."""
+
+    def __init__(self, directory: Path, manifest: EngineManifest, dtype: torch.dtype, device: str) -> None:
+        self._directory = directory
+        self._records = manifest.tensors
+        self._dtype = dtype
+        self._device = device
+        self._shards: dict[str, object] = {}
+        self._left = set(manifest.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._records
+
+    def take(self, name: str) -> torch.Tensor:
+        """Floating-point weights in the run's dtype (scales of quantized weights keep theirs), on its device."""
+        record = self._records.get(name)
+        if record is None:
+            raise InputError(f"the engine has no tensor '{name}'", "convert the checkpoint again")
+        if name not in self._left:
+            raise InputError(f"tensor '{name}' is used twice", "convert the checkpoint again")
+        self._left.discard(name)
+        tensor = self._shard(record.shard).get_tensor(name)  # type: ignore[attr-defined]
+        if tuple(tensor.shape) != record.shape:
+            raise InputError(f"tensor '{name}' has shape {list(tensor.shape)}, the manifest says {list(record.shape)}", "convert the checkpoint again")
+        if tensor.is_floating_point() and not name.endswith(".scales"):
+            tensor = tensor.to(self._dtype)
+        return tensor.to(self._device)
+
+    def check_all_taken(self) -> None:
+        """Raise InputError naming the tensors that no layer asked for."""
+        if self._left:
+            names = sorted(self._left)
+            raise InputError(f"{len(names)} tensors of the engine are not used: {', '.join(names[:5])}", "convert the checkpoint again")
+
+    def _shard(self, shard: str) -> object:
+        if shard not in self._shards:
+            path = self._directory / shard
+            if Path(shard).name != shard or not path.is_file():
+                raise InputError(f"weight file '{shard}' is missing from '{self._directory}'", "convert the checkpoint again")
+            try:
+                self._shards[shard] = safe_open(path, framework="pt", device="cpu")
+            except Exception as error:  # safetensors raises its own type without a public base
+                raise InputError(f"weight file '{path}' is damaged ({error})", "convert the checkpoint again") from error
+        return self._shards[shard]
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" -> "cuda" where there is one, else "cpu". Raises UsageError when a GPU is asked for and absent."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device is cuda, but this machine has no usable GPU", "type --device cpu, or run: dspark doctor")
+    return device
+
+
+def load_model(
+    engine_dir: str | Path,
+    dtype: str | None = None,
+    device: str = "cpu",
+    kernels: str = "auto",
+    block_size: int = 16,
+    deterministic: bool = False,
+    weight_shadow: bool = False,
+    interpreted: bool = False,
+) -> Decoder:
+    """Load an engine. dtype: of weights and activations, default the manifest's. Raises InputError when the directory is unusable."""
+    directory = Path(engine_dir)
+    manifest = load_manifest(directory)
+    config = manifest.model
+    torch_dtype = TORCH_DTYPES[dtype or config.dtype]
+    facts = KernelFacts(
+        device=device,
+        dtype=torch_dtype,
+        head_dim=config.head_dim,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        block_size=block_size,
+        deterministic=deterministic,
+        weight_shadow=weight_shadow,
+        interpreted=interpreted,
+    )
+    weights = EngineWeights(directory, manifest, torch_dtype, device)
+    model = build_decoder(config, manifest.quant, weights, Kernels(facts, kernels))
+    weights.check_all_taken()
+    return model

@@ -1,0 +1,50 @@
+"""How many KV blocks a run gets: bytes in, blocks out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from dspark.runtime.spec.engine_config import EngineConfig
+from dspark.runtime.spec.errors import UsageError
+
+TYPICAL_TOKENS_PER_SEQ = 512
+"""Tokens of an ordinary prompt and answer: the default pool on CPU holds this many for each of max_num_seqs sequences."""
+
+
+def available_bytes() -> int:
+    """Bytes of host memory that this process may still take: the machine's or the control group's, whichever is less."""
+    available = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no control group of the second version: the machine's figure stands
+    return max(available, 0)
+
+
+def kv_pool_bytes(config: EngineConfig, device: str, block_bytes: int, max_model_len: int) -> int:
+    """Bytes of the KV pool: what the user said; else on a GPU the share of its memory that is still free of weights, on a CPU enough for
+    max_num_seqs ordinary sequences (at least one of the full length), and never more than half of the free memory."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return int(free - (1.0 - config.gpu_memory_utilization) * total)
+    tokens = max(config.max_num_seqs * TYPICAL_TOKENS_PER_SEQ, max_model_len)
+    return min(-(-tokens // config.block_size) * block_bytes, available_bytes() // 2)
+
+
+def num_blocks(pool_bytes: int, block_bytes: int) -> int:
+    """Whole blocks in the pool. Raises UsageError when there is room for none."""
+    blocks = pool_bytes // block_bytes
+    if blocks < 1:
+        raise UsageError(
+            f"{pool_bytes} bytes for the KV cache hold no block: one has {block_bytes} bytes",
+            f"type --kv-cache-memory-bytes {block_bytes * 64} or more",
+        )
+    return int(blocks)

@@ -1,0 +1,55 @@
+"""What runs on one rank: a plan goes in, new tokens come out."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from dspark.runtime.execution.forward_batch import build_forward_batch
+from dspark.runtime.layers.rope import RotaryEmbedding
+from dspark.runtime.models.decoder import Decoder, KVCaches
+from dspark.runtime.sampling.sampler import Sampler
+from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
+
+
+class ModelRunner:
+    """Model, KV pool and sampler of one device. forward_s: seconds spent in the model (not in building inputs or sampling)."""
+
+    def __init__(self, model: Decoder, caches: KVCaches, rope: RotaryEmbedding, sampler: Sampler, block_size: int, device: str) -> None:
+        self.model = model
+        self.caches = caches
+        self.rope = rope
+        self.sampler = sampler
+        self.block_size = block_size
+        self.device = device
+        self.forward_s = 0.0
+        self.sampling_s = 0.0
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        """Copy blocks, run the model over the plan's tokens, draw one token for each sequence that asks for one."""
+        self._copy_blocks(plan.copies)
+        batch = build_forward_batch(plan, self.block_size, self.device)
+        cos, sin = self.rope.lookup(batch.attention.positions, batch.rope_lengths)
+        started = time.perf_counter()
+        hidden = self.model.forward(batch.token_ids, cos, sin, self.caches, batch.attention)
+        sampling = [item.seq for item in plan.sampling]
+        if not sampling:
+            self.forward_s += time.perf_counter() - started
+            return StepOutput([])
+        logits = self.model.logits(hidden[batch.sample_rows])
+        computed = time.perf_counter()
+        self.forward_s += computed - started
+        tokens, gaps = self.sampler.sample(logits, sampling)
+        self.sampling_s += time.perf_counter() - computed
+        return StepOutput(tokens, gaps)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        overlapping = bool({source for source, _ in copies} & {target for _, target in copies})
+        for pairs in [[pair] for pair in copies] if overlapping else [copies]:
+            source, target = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
+            for k_cache, v_cache in self.caches:
+                self.model.kernels.copy_blocks(k_cache, v_cache, source, target)

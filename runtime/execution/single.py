@@ -1,0 +1,80 @@
+"""One device, in this process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.runtime.execution.loader import TORCH_DTYPES, load_model, resolve_device
+from dspark.runtime.execution.memory import kv_pool_bytes, num_blocks
+from dspark.runtime.execution.model_runner import ModelRunner
+from dspark.runtime.kv.pool import allocate_pool, bytes_per_block
+from dspark.runtime.layers.rope import RotaryEmbedding
+from dspark.runtime.sampling.sampler import Sampler
+from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
+from dspark.runtime.spec.engine_config import EngineConfig
+from dspark.runtime.spec.manifest import EngineManifest
+
+
+def usable_cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class SingleExecutor:
+    """Loads the model, allocates the KV pool, runs plans."""
+
+    def __init__(self, engine_dir: Path, manifest: EngineManifest, config: EngineConfig, max_model_len: int, record_gaps: bool, interpreted: bool) -> None:
+        self.device = resolve_device(config.device)
+        self.threads = config.threads or usable_cores()
+        set_threads(self.threads)
+        model = load_model(
+            engine_dir,
+            device=self.device,
+            kernels=config.kernels,
+            block_size=config.block_size,
+            deterministic=config.deterministic,
+            weight_shadow=config.weight_shadow,
+            interpreted=interpreted,
+        )
+        dtype = TORCH_DTYPES[manifest.model.dtype]
+        block_bytes = bytes_per_block(manifest.model, config.block_size, dtype)
+        self.num_blocks = num_blocks(kv_pool_bytes(config, self.device, block_bytes, max_model_len), block_bytes)
+        self._pool_bytes = self.num_blocks * block_bytes
+        caches = allocate_pool(manifest.model, self.num_blocks, config.block_size, dtype, self.device)
+        self._rope = RotaryEmbedding(manifest.model.rope, manifest.model.head_dim, max_model_len, manifest.model.max_position, self.device)
+        sampler = Sampler(frozenset(manifest.model.eos_token_ids), record_gaps)
+        self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device)
+        self._dtype = manifest.model.dtype
+
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        """Run one step."""
+        return self._runner.execute(plan)
+
+    def cache_salt(self, prompt_len: int) -> int:
+        return self._rope.cache_salt(prompt_len)
+
+    def metrics(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "dtype": self._dtype,
+            "threads": self.threads,
+            "kernels": {op: choice["taken"] for op, choice in self._runner.model.kernels.explain().items()},
+            "kv_pool_bytes": self._pool_bytes,
+            "forward_s": self._runner.forward_s,
+            "sampling_s": self._runner.sampling_s,
+        }
+
+    def shutdown(self) -> None:
+        self._runner.caches.clear()
+
+
+def set_threads(threads: int) -> None:
+    """Threads of torch's and numba's compiled loops."""
+    import numba
+
+    torch.set_num_threads(threads)
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
