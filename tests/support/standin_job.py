@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
 
 import typer
 from standin_engine import load_standin
 
+from dspark.runtime.jobs.job import Loaders
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.sampling_params import SamplingParams
 from dspark_cli.app import run
@@ -18,18 +20,19 @@ from dspark_cli.console import Console
 from dspark_cli.generate import JobOptions, run_generate
 from dspark_cli.options import add_command
 
-DELAY_S = float(sys.argv.pop(1)) / 1000 if __name__ == "__main__" else 0.0
 
-application = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+def run_standin(arguments: list[str], loaders: Loaders) -> int:
+    """What `dspark generate ARGUMENTS` does, with another engine; returns the exit code."""
+    application = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
+    def generate(console: Console, options: JobOptions, config: EngineConfig, sampling: dict[str, Any]) -> int:
+        """Stand-in job."""
+        return run_generate(console, options, config, sampling, loaders)
 
-def generate(console: Console, options: JobOptions, config: EngineConfig, sampling: dict[str, Any]) -> int:
-    """Stand-in job."""
-    from dspark.runtime.jobs.job import Loaders
-
-    return run_generate(console, options, config, sampling, Loaders(load_standin(DELAY_S)))
+    add_command(application, generate, JobOptions, EngineConfig, SamplingParams)
+    return run(arguments, application)
 
 
 if __name__ == "__main__":
-    add_command(application, generate, JobOptions, EngineConfig, SamplingParams)
-    sys.exit(run(application=application))
+    delay_s = float(sys.argv[1]) / 1000
+    sys.exit(run_standin(sys.argv[2:], Loaders(load_standin(delay_s))))
