@@ -109,7 +109,8 @@ def _only_gguf(directory: Path) -> Path | None:
 
 def _facts(path: Path) -> SourceFacts:
     if not path.is_dir():
-        return SourceFacts(path, frozenset({path.name}), frozenset(), {})
+        names = frozenset() if path.suffix == ".safetensors" else frozenset({path.name})  # weights alone are no checkpoint
+        return SourceFacts(path, names, frozenset(), {})
     names = frozenset(entry.name for entry in path.iterdir())
     return SourceFacts(path, names, _tensor_names(path, names), _config(path / "config.json"))
 

@@ -1,0 +1,113 @@
+"""Which format a path holds: content decides, and what is not read is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from case_checkpoints import llama_config, llama_state, save_checkpoint, write_gguf
+from safetensors.torch import save_file
+
+from dspark.converters.detect import open_checkpoint
+from dspark.converters.pipeline import convert
+from dspark.runtime.spec.errors import InputError, UnsupportedError
+
+
+def checkpoint(tmp_path: Path, extra: dict[str, torch.Tensor] | None = None, **changes: object) -> Path:
+    config = llama_config(**changes)
+    return save_checkpoint(tmp_path / "ckpt", config, {**llama_state(llama_config()), **(extra or {})})
+
+
+def test_each_readable_format(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path)
+    assert open_checkpoint(source).format == "safetensors"
+    write_gguf(tmp_path / "model.bin", llama_config(), llama_state(llama_config()))
+    assert open_checkpoint(tmp_path / "model.bin").format == "gguf"  # by its magic, not its name
+    convert(source, tmp_path / "engine", audit=False)
+    assert open_checkpoint(tmp_path / "engine").format == "engine"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changes", "name"),
+    [
+        (("q.qweight", "q.g_idx"), {}, "GPTQ"),
+        (("q.qweight", "q.qzeros"), {"quantization_config": {"quant_method": "gptq"}}, "GPTQ"),
+        (("q.qweight", "q.qzeros"), {"quantization_config": {"quant_method": "awq"}}, "AWQ"),
+        (("q.weight_packed", "q.weight_scale"), {}, "compressed-tensors"),
+        (("q.weight_scale_inv",), {}, "FP8"),
+        (("q.weight.absmax",), {}, "bitsandbytes"),
+        ((), {"quantization_config": {"quant_method": "hqq"}}, "quantized"),
+    ],
+)
+def test_quantized_formats_are_refused_by_name(tmp_path: Path, tensors: tuple, changes: dict, name: str) -> None:
+    extra = {tensor: torch.zeros(2, 2, dtype=torch.int32) for tensor in tensors}
+    with pytest.raises(UnsupportedError, match=rf"format {name}, which is not supported yet"):
+        open_checkpoint(checkpoint(tmp_path, extra, **changes))
+
+
+class Canary:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple:
+        import os
+
+        return os.mkdir, (self.path,)
+
+
+def test_a_pickle_is_refused_and_never_opened(tmp_path: Path) -> None:
+    """B11: nothing in a .bin file may run."""
+    source = checkpoint(tmp_path)
+    (source / "model.safetensors").unlink()
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
+    with pytest.raises(UnsupportedError, match="pickle"):
+        open_checkpoint(source)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedError, match="LoRA adapter"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_path_that_is_not_there_hints_at_a_download(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        open_checkpoint("meta-llama/Nothing-1B")
+    assert "hf download" in caught.value.hint
+
+
+def test_other_things_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no checkpoint"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(InputError, match="no checkpoint"):
+        open_checkpoint(tmp_path / "notes.txt")
+    source = checkpoint(tmp_path)
+    with pytest.raises(InputError) as caught:
+        open_checkpoint(source / "model.safetensors")
+    assert str(source) in caught.value.hint
+    (source / "model.safetensors").rename(source / "weights.safetensors")
+    with pytest.raises(InputError) as caught:
+        open_checkpoint(source)
+    assert "weights.safetensors" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "model type 'gemma2' is not supported, supported: llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope' is not supported, supported: default"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ],
+)
+def test_what_a_config_asks_for_and_is_not_there(tmp_path: Path, changes: dict, words: str) -> None:
+    source = checkpoint(tmp_path)
+    (source / "config.json").write_text(json.dumps(llama_config(**changes)))
+    with pytest.raises(UnsupportedError, match=words):
+        convert(source, tmp_path / "engine", audit=False)
