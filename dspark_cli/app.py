@@ -12,6 +12,7 @@ import typer
 
 from dspark import __version__
 from dspark_cli.console import Console, report
+from dspark_cli.options import COMMANDS
 
 app = typer.Typer(
     name="dspark",
@@ -42,10 +43,10 @@ for _name in ("convert", "quantize", "generate", "inspect", "doctor"):
         import_module(f"dspark_cli.{_name}").register(app)
 
 
-def usage_line(error: Any) -> str:
+def usage_line(error: Any, arguments: list[str]) -> str:
     """A parser error as one line: what, what was probably meant, what to type next."""
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "dspark"
+    path = " ".join(["dspark", *(word for word in arguments[:1] if word in COMMANDS)])
     text = error.format_message()
     name = getattr(error, "option_name", None)
     if type(error).__name__ == "NoSuchOption" and context is not None:
@@ -63,7 +64,7 @@ def run(arguments: list[str] | None = None, application: typer.Typer = app) -> i
     try:
         code = typer.main.get_command(application).main(args=arguments or ["--help"], prog_name="dspark", standalone_mode=False)
     except ClickError as error:
-        console.error(usage_line(error))
+        console.error(usage_line(error, arguments))
         return 2
     except Exception as error:
         return report(console, error)

@@ -159,6 +159,11 @@ def write_traceback(command: str) -> Path:
     return Path(os.devnull)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's own error, or torch's (which is not imported here): OutOfMemoryError on a GPU, a RuntimeError on the CPU."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+
+
 def report(console: Console, error: BaseException) -> int:
     """Print an exception as one line and return its exit code."""
     if isinstance(error, DsparkError):
@@ -175,7 +180,7 @@ def report(console: Console, error: BaseException) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_MACHINE
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         console.error("out of memory; what is done is kept, the same command continues; free memory or lower --max-num-seqs")
         return EXIT_MACHINE
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:

@@ -107,11 +107,11 @@ def _help(spec: Field[Any], kind: Kind) -> str:
 
 
 def _parameter(cls: type, spec: Field[Any]) -> introspect.Parameter:
-    """A typer parameter whose value is None unless it was typed."""
+    """A typer parameter whose value is None unless it was typed. Values arrive as text: `parse_text` names what is allowed."""
     kind = kind_of(cls, spec)
     meta = spec.metadata
     choices = tuple(str(choice) for choice in meta.get("choices") or ())
-    hint: Any = list[kind.element] if kind.repeated else kind.element  # type: ignore[name-defined]
+    hint: Any = list[str] if kind.repeated else bool if kind.element is bool else str
     common: dict[str, Any] = {"help": _help(spec, kind), "show_default": False}
     if kind.element is not bool:
         common["metavar"] = meta.get("metavar") or "|".join(choices) or METAVARS.get(spec.name) or METAVARS[kind.element]
@@ -126,6 +126,25 @@ def _parameter(cls: type, spec: Field[Any]) -> introspect.Parameter:
         info = typer.Option(None, flag_names(spec, kind), **common)
         hint = hint | None
     return introspect.Parameter(spec.name, introspect.Parameter.KEYWORD_ONLY, default=info, annotation=hint)
+
+
+def parse_text(name: str, text: str, kind: Kind) -> Any:
+    """A typed value as the field's type. Raises UsageError."""
+    if kind.element in (int, float):
+        try:
+            return kind.element(text)
+        except ValueError:
+            wanted = "an integer" if kind.element is int else "a number"
+            raise UsageError(f"--{name.replace('_', '-')} is '{text}', allowed: {wanted}") from None
+    return Path(text).expanduser() if kind.element is Path else text
+
+
+def _typed_value(name: str, value: Any, kind: Kind) -> Any:
+    if isinstance(value, bool):
+        return value
+    if kind.repeated:
+        return tuple(parse_text(name, text, kind) for text in value)
+    return parse_text(name, value, kind)
 
 
 def parse_bias_flag(entries: list[str]) -> dict[str, float]:
@@ -189,7 +208,8 @@ def config_keys(command: str) -> dict[str, Kind]:
 
 def resolve(command: str, typed: dict[str, Any]) -> list[Any]:
     """One object per option class, from flags, configuration file and defaults."""
-    typed = {name: tuple(value) if isinstance(value, list) else value for name, value in typed.items() if value not in (None, [], ())}
+    kinds = {spec.name: kind_of(cls, spec) for cls, spec in command_fields(command)}
+    typed = {name: _typed_value(name, value, kinds[name]) for name, value in typed.items() if value is not None and value != []}
     if typed.get("logit_bias"):
         typed["logit_bias"] = parse_bias_flag(typed["logit_bias"])
     configured = read_config(typed.get("config"), command, {name: config_keys(name) for name in COMMANDS})

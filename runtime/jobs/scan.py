@@ -24,6 +24,16 @@ MAX_LINE_BYTES = 64 << 20
 READ_BYTES = 1 << 20
 BOM = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+PACKED_MARKS = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+    b"PAR1": "parquet",
+    b"\xfd7zXZ": "xz",
+    b"BZh": "bzip2",
+}
+_CONTROL = bytes({*range(32), 127} - {9})
+_SHORT_BYTES = 8
 BLANK = b" \t\r\n"
 DUPLICATE_SORT = 4 << 20
 """Ids sorted at once when duplicates are looked for: 32 MiB of hashes."""
@@ -118,13 +128,23 @@ def id_hash(custom_id: str | None, number: int) -> int:
 
 
 def _is_text(line: bytes) -> bool:
-    if b"\0" in line:
+    """Whether somebody may have meant it as a line: UTF-8 without control characters."""
+    if len(line.translate(None, _CONTROL)) < len(line):
         return False
     try:
         line.decode("utf-8")
     except UnicodeDecodeError:
         return False
     return True
+
+
+def _check_start(path: Path, start: bytes) -> None:
+    """Raises InputError for a file that begins like one of another kind."""
+    if start[:2] in UTF16_MARKS:
+        raise InputError(f"input '{path}' is UTF-16, allowed: UTF-8", f"type: iconv -f UTF-16 -t UTF-8 '{path}' > utf8.jsonl")
+    for mark, kind in PACKED_MARKS.items():
+        if start.startswith(mark):
+            raise InputError(f"input '{path}' is a {kind} file, allowed: JSONL in UTF-8", "unpack it first")
 
 
 def scan_input(path: Path, index: FixedFile, limit: int | None = None) -> InputFacts:
@@ -134,10 +154,10 @@ def scan_input(path: Path, index: FixedFile, limit: int | None = None) -> InputF
     """
     digest = xxhash.xxh3_128()
     packed: list[bytes] = []
-    count, readable, num_bytes = 0, False, 0
+    count, num_bytes = 0, 0
+    readable, all_text = False, True
     with open_input(path) as file:
-        if file.peek(2)[:2] in UTF16_MARKS:
-            raise InputError(f"input '{path}' is UTF-16, allowed: UTF-8", f"type: iconv -f UTF-16 -t UTF-8 '{path}' > utf8.jsonl")
+        _check_start(path, file.peek(_SHORT_BYTES))
         for offset, number, raw in iter_lines(file, digest):
             if raw is None:
                 packed.append(_LINE.pack(offset, number, 0, FLAG_TOO_LONG, offset, number, id_hash(None, number)))
@@ -148,7 +168,10 @@ def scan_input(path: Path, index: FixedFile, limit: int | None = None) -> InputF
                     continue
                 key = xxhash.xxh3_128_intdigest(line)
                 given = peek_id(line, number)
-                readable = readable or given is not None or _is_text(line)
+                if not readable:
+                    is_text = given is not None or _is_text(line)
+                    all_text = all_text and is_text
+                    readable = is_text and len(line) >= _SHORT_BYTES  # in binary files too, some scraps between line feeds are text
                 packed.append(_LINE.pack(offset + lead, number, len(line), 0, key >> 64, key & _LOW64, id_hash(given, number)))
             count += 1
             if len(packed) >= 4096:
@@ -157,7 +180,7 @@ def scan_input(path: Path, index: FixedFile, limit: int | None = None) -> InputF
             if limit is not None and count >= limit:
                 break
         index.append(b"".join(packed))
-    if count and not readable:
+    if not readable and not all_text:
         raise InputError(
             f"input '{path}' is not UTF-8 text: none of its {count} lines can be read", "give a JSONL file in UTF-8, not compressed"
         )
