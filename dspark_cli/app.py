@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import typer
 
 from dspark import __version__
+from dspark_cli import convert, doctor, generate, inspect, quantize
 from dspark_cli.console import Console, report
 from dspark_cli.options import COMMANDS
 
@@ -38,9 +37,8 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
     pass
 
 
-for _name in ("convert", "quantize", "generate", "inspect", "doctor"):
-    if find_spec(f"dspark_cli.{_name}") is not None:
-        import_module(f"dspark_cli.{_name}").register(app)
+for _module in (convert, quantize, generate, inspect, doctor):
+    _module.register(app)
 
 
 def usage_line(error: Any, arguments: list[str]) -> str:

@@ -34,7 +34,7 @@ from dspark.runtime.jobs.output import output_path, sync_directory
 from dspark.runtime.jobs.responses import expired_record, failure_record
 from dspark.runtime.jobs.runner import Answering, Builder, Reporter, Runner
 from dspark.runtime.jobs.scan import InputFacts, check_duplicates, digest_of, open_input, scan_input
-from dspark.runtime.jobs.seed import answered_lines
+from dspark.runtime.jobs.seed import standing_results, sums_path
 from dspark.runtime.jobs.signals import StopSignals
 from dspark.runtime.jobs.store import ResultStore
 from dspark.runtime.jobs.stream import StreamStore
@@ -162,11 +162,12 @@ class _Job:
 
     def run(self) -> JobResult:
         header, finished = (None, None) if self.spec.fresh else self._earlier_job()
-        if finished is not None and not (self.spec.retry_failed and finished.num_failed):
-            self.lock.remove_directory()  # with what a crash after the last step may have left
-            return self._already_done(finished)
-        if finished is not None and self.spec.order != "input":
-            raise UsageError("--retry-failed on a finished job goes with --order input only", "type --fresh to do all lines again")
+        if finished is not None and self._outputs_stand(finished):
+            if not (self.spec.retry_failed and finished.num_failed):
+                self.lock.remove_directory()  # with what a crash after the last step may have left
+                return self._already_done(finished)
+            if self.spec.order != "input":
+                raise UsageError("--retry-failed on a finished job goes with --order input only", "type --fresh to do all lines again")
         new_header = JobHeader(self.fingerprint, self.spec.order, self.errors is not None, header.job if header else new_job_name())
         if header is not None:
             new_header.check_continues(header, self.directory)
@@ -182,23 +183,21 @@ class _Job:
             index.close()
 
     def _earlier_job(self) -> tuple[JobHeader | None, Sidecar | None]:
-        """(the unfinished job of this output, this very job finished): at most one of them."""
+        """(the unfinished job of this output, this very job finished): at most one of them. The outputs are not looked at yet."""
         header, sidecar = load_header(self.directory), load_sidecar(self.sidecar)
         if header is not None and sidecar is not None and header.job == sidecar.job:
             header = None  # finished; a crash came before its directory was removed
-        if header is not None or sidecar is None or not self._still_holds(sidecar):
+        if header is not None or sidecar is None:
             return header, None
-        return None, sidecar
-
-    def _still_holds(self, sidecar: Sidecar) -> bool:
-        """Whether a finished job is the one asked for now, and its files are as it left them."""
         if (sidecar.fingerprint, sidecar.order, sidecar.limit) != (self.fingerprint, self.spec.order, self.spec.limit):
-            return False
+            return None, None
+        return None, sidecar if sidecar.input_digest == digest_of(self.spec.input, self.spec.limit) else None
+
+    def _outputs_stand(self, sidecar: Sidecar) -> bool:
+        """Whether a finished job's files are as it left them and where they are wanted now."""
         if sidecar.errors != (str(self.errors) if self.errors else None) or not sidecar.output.holds(self.output):
             return False
-        if self.errors is not None and not (sidecar.errors_state and sidecar.errors_state.holds(self.errors)):
-            return False
-        return sidecar.input_digest == digest_of(self.spec.input, self.spec.limit)
+        return self.errors is None or (sidecar.errors_state is not None and sidecar.errors_state.holds(self.errors))
 
     def _already_done(self, finished: Sidecar) -> JobResult:
         code = EXIT_LINES_FAILED if finished.num_failed else EXIT_DONE
@@ -216,15 +215,18 @@ class _Job:
     def _run_indexed(self, index: FixedFile, facts: InputFacts, header: JobHeader, continues: bool, seed: Sidecar | None) -> JobResult:
         """Everything after the input is read. Nothing but scratch files is written until the engine stands."""
         store = self._open_store(index, fresh=False) if continues else None
-        num_before = store.counts.done if store else seed.num_lines - seed.num_failed if seed else 0
+        if seed is not None and self.spec.order == "input":
+            store = self._seeded_store(index, seed)
+        num_before = store.counts.done if store else 0
         self.reporter.started(facts.num_lines, num_before, self.defaults)
         engine = None
         try:
             make_builder = None
             if num_before < facts.num_lines:
                 engine, make_builder = self.loaders.load(self.spec.engine_dir, self.spec.engine_config)
-            if store is None:
-                store = self._begin(index, header, seed)
+            if not continues:
+                self._begin(header)
+            store = store or self._open_store(index, fresh=True)
             self.signals.defer()
             if engine is not None and make_builder is not None:
                 self._generate(engine, make_builder(self.defaults), store, index)
@@ -251,19 +253,25 @@ class _Job:
             self.reporter.warned(f"{unused} stored results belong to no line of '{self.spec.input}' any more; changed lines are done again")
         return store
 
-    def _begin(self, index: FixedFile, header: JobHeader, seed: Sidecar | None) -> ResultStore:
-        """Make this the output's unfinished job: results taken over first, then the header, then the old sidecar goes."""
-        if seed is not None:
-            store = ResultStore(self.directory, self.output, self.errors)
-            for key, record in answered_lines(self.output, self.errors, index):
-                store.add(key, True, record)
-                store.flush()
-            store.sync()
-            store.close()
+    def _seeded_store(self, index: FixedFile, seed: Sidecar) -> ResultStore:
+        """A store with what still stands in the files of this very job, finished before."""
+        store = ResultStore(self.directory, self.output, self.errors)
+        files = [self.output, *([Path(seed.errors)] if seed.errors else [])]
+        for result in standing_results(files, sums_path(self.output), index, self.spec.retry_failed):
+            store.add(result.line, result.ok, result.record)
+            store.flush()
+        store.sync()
+        store.close()
+        if not self.spec.retry_failed:
+            self.reporter.warned(f"'{self.output}' is not as its job left it: lines that do not stand there any more are done again")
+        return self._open_store(index, fresh=False)
+
+    def _begin(self, header: JobHeader) -> None:
+        """Make this the output's unfinished job: the header first, then the old sidecar goes."""
         header.save(self.directory)
         self.sidecar.unlink(missing_ok=True)
+        sums_path(self.output).unlink(missing_ok=True)
         sync_directory(self.output.parent)
-        return self._open_store(index, fresh=True)
 
     def _generate(self, engine: EngineProtocol, builder: Builder, store: ResultStore, index: FixedFile) -> None:
         default_max_tokens = self.defaults.max_tokens or engine.max_model_len

@@ -12,10 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from dspark.runtime.jobs.index import SLOT, STATE_FAILED, STATE_NONE, STATE_OK, FixedFile
 from dspark.runtime.jobs.journal import Journal, LineKey, StoredRecord, encode_record
 from dspark.runtime.jobs.output import AtomicFile
 from dspark.runtime.jobs.resume import place_records
+from dspark.runtime.jobs.seed import sums_path
 from dspark.runtime.spec.errors import MachineError, StoppedError
 
 RESULTS_NAME = "results.jsonl"
@@ -127,17 +130,19 @@ class ResultStore:
         """
         self.sync()
         with ExitStack() as stack:
+            sums = stack.enter_context(AtomicFile(sums_path(self.output)))
             out = stack.enter_context(AtomicFile(self.output))
             errors = stack.enter_context(AtomicFile(self.errors)) if self.errors is not None else out
-            self._copy_all(out, errors, stop, fill)
+            self._copy_all(out, errors, sums, stop, fill)
             if self.errors is not None:
                 errors.seal()
             out.seal()
+            sums.publish()
             if self.errors is not None:
                 errors.publish()
             out.publish()
 
-    def _copy_all(self, out: AtomicFile, errors: AtomicFile, stop: Callable[[], bool], fill: Fill | None) -> None:
+    def _copy_all(self, out: AtomicFile, errors: AtomicFile, sums: AtomicFile, stop: Callable[[], bool], fill: Fill | None) -> None:
         for start, window in self.slots.windows():
             if stop():
                 raise StoppedError(f"stopped while '{self.output}' was being written; all lines are done", "the same command writes it")
@@ -145,10 +150,12 @@ class ResultStore:
                 if state == STATE_NONE:
                     if fill is None:
                         raise MachineError(f"line at position {at} has no result", "the same command continues")
-                    errors.write(fill(at))
-                    continue
-                target = errors if state == STATE_FAILED else out
-                target.write(os.pread(self.journal.fd, length, offset) + b"\n")
+                    record = fill(at).rstrip(b"\n")
+                else:
+                    record = os.pread(self.journal.fd, length, offset)
+                target = out if state == STATE_OK else errors
+                target.write(record + b"\n")
+                sums.write(xxhash.xxh3_64_intdigest(record).to_bytes(8, "little"))
 
     def close(self) -> None:
         self.journal.close()
