@@ -106,6 +106,7 @@ def run_child(order: dict[str, Any]) -> int:
     from dspark.runtime.jobs.job import Loaders
 
     os.chdir(order["cwd"])
+    os.environ["XDG_STATE_HOME"] = order["cwd"]  # where the log of a bug goes
     for fd, name in ((1, "stdout.txt"), (2, "stderr.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), fd)
     if order["file_limit"]:

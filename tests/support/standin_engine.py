@@ -23,6 +23,7 @@ class ByteCodec:
     """One token per byte; chats are joined without a template."""
 
     vocab_size = 256
+    longest_token = 1
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode())

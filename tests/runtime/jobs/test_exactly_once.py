@@ -44,7 +44,8 @@ def normal(files: dict[str, bytes], mode: str) -> dict[str, list[bytes]]:
 
 
 def left_over(directory: Path) -> set[str]:
-    known = {"in.jsonl", "out.jsonl", "errors.jsonl", "engine", "stdout.txt", "stderr.txt", ".out.jsonl.dspark.json", ".out.jsonl.dspark.sums"}
+    known = {"in.jsonl", "out.jsonl", "errors.jsonl", "engine", "stdout.txt", "stderr.txt"}
+    known |= {".out.jsonl.dspark.json", ".out.jsonl.dspark.sums"}
     return {path.name for path in directory.iterdir()} - known
 
 
