@@ -51,6 +51,8 @@ def make_importable() -> None:
         assert spec is not None and spec.loader is not None
         module = module_from_spec(spec)
         sys.modules[name] = module
+        if name != "dspark":
+            setattr(sys.modules["dspark"], name.removeprefix("dspark."), module)
         spec.loader.exec_module(module)
 
 

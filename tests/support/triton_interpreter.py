@@ -1,14 +1,21 @@
-"""Run as a script with TRITON_INTERPRET=1: every Triton kernel against the reference, one JSON line a check.
+"""Run as a script with TRITON_INTERPRET=1: Triton kernels, or whole engines on them, against the reference; one JSON line a check.
+
+    python triton_interpreter.py [NAME ...]      NAME: a check's own name, or "kernels" for all of these
 
 A process of its own because the variable must be set before triton is first imported and then holds for the whole process.
 bfloat16 is left out: Triton's interpreter computes it wrongly.
 """
 
 import json
+import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from gpu_checks import engine_check
 from kernel_cases import ALL_CASES, Case, expected, random_cases, run
 from tolerances import assert_matches
 
@@ -20,14 +27,22 @@ CASES: list[Case] = [
     *random_cases("paged_attention", 1, 16),
     *random_cases("make_wna16_linear", 2, 10),
 ]
-CHECKS: list[tuple[Case, str]] = [(case, dtype) for case in CASES for dtype in DTYPES]
+KERNEL_CHECKS: list[tuple[Case, str]] = [(case, dtype) for case in CASES for dtype in DTYPES]
+_WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
+ENGINE_CHECKS: dict[str, tuple[str, str, str | None, dict[str, Any]]] = {
+    "engine-llama-w4a16": ("llama", "float32", "w4a16", _WIDE),
+    "engine-mistral-w8a16": ("mistral", "float32", "w8a16", {}),
+    "engine-qwen3-fp16": ("qwen3", "float16", None, {}),
+    "engine-qwen2": ("qwen2", "float32", None, {}),
+}
+"""Name -> family, dtype, scheme, changes to the tiny model (as `engine_check` takes them)."""
 
 
 def check_id(case: Case, dtype: str) -> str:
     return f"{case}-{dtype}"
 
 
-def check(case: Case, dtype: torch.dtype) -> None:
+def check_kernel(case: Case, dtype: torch.dtype) -> None:
     """One case: the dispatcher would take the Triton kernel, and it writes what the reference writes."""
     reason = decline_reason("triton", case.op, case.facts(dtype, interpreted=True))
     assert reason is None, reason
@@ -35,15 +50,28 @@ def check(case: Case, dtype: torch.dtype) -> None:
     assert_matches(case.op, actual, expected(case, dtype), dtype)
 
 
+def checks(names: list[str]) -> dict[str, Callable[[], Any]]:
+    """The named checks."""
+    settings = {"device": "cpu", "kernels": "triton"}
+    known: dict[str, Callable[[], Any]] = {
+        name: partial(engine_check, family, dtype, scheme, settings, overrides, interpreted=True, tokens=4)
+        for name, (family, dtype, scheme, overrides) in ENGINE_CHECKS.items()
+    }
+    kernels = {check_id(case, dtype): partial(check_kernel, case, DTYPES[dtype]) for case, dtype in KERNEL_CHECKS}
+    known |= kernels
+    wanted = [key for name in names for key in (kernels if name == "kernels" else [name])]
+    return {name: known[name] for name in wanted}
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    for case, dtype in CHECKS:
+    for name, check in checks(sys.argv[1:]).items():
         start, error = time.perf_counter(), None
         try:
-            check(case, DTYPES[dtype])
+            check()
         except Exception:
             error = traceback.format_exc()
-        print(json.dumps({"id": check_id(case, dtype), "error": error, "seconds": time.perf_counter() - start}), flush=True)
+        print(json.dumps({"id": name, "error": error, "seconds": time.perf_counter() - start}), flush=True)
 
 
 if __name__ == "__main__":
