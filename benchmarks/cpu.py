@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -85,7 +86,11 @@ def run_process(command: list[str], threads: int, log: Path) -> dict:
         )
         memory = measure.MemoryWatch(child.pid)
         memory.start()
-        _, status, usage = os.wait4(child.pid, 0)
+        try:
+            _, status, usage = os.wait4(child.pid, 0)
+        except BaseException:  # this program is being stopped
+            child.kill()
+            raise
     wall = time.perf_counter() - start
     memory.stop()
     if status:
@@ -218,6 +223,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a run in progress ends with this program
     args = parse_args()
     programs = prepare(args)
     runs: dict[str, list[dict]] = {program: [] for program in programs}
