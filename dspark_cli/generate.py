@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dspark.runtime.jobs.job import JobResult, Loaders
     from dspark.runtime.jobs.lines import LineError
     from dspark.runtime.jobs.metrics import RunMetrics
+    from dspark.runtime.spec.manifest import EngineManifest
 
 SHOWN_PROBLEMS = 20
 """Error lines printed one by one; the rest is counted in the last line and stands in OUT."""
@@ -45,6 +46,7 @@ class JobOptions:
     limit: int | None = flag(None, "only the first N lines", low=1, metavar="N")
     until: str | None = flag(None, "stop at a time of day or after a while, such as 06:00, 90m or 7h30m", metavar="HH:MM|DURATION")
     write_expired: bool = flag(False, "with --until: write OUT with batch_expired records for lines left out", names="--write-expired")
+    dry_run: bool = flag(False, "check the lines and tell what the job would do; writes nothing, needs no GPU", names="--dry-run")
     metrics: Path | None = flag(None, "write the run's metrics to FILE", metavar="FILE.json")
     lock_timeout: float = flag(0.0, "seconds to wait for another run of the same OUT", low=0, metavar="S")
 
@@ -125,6 +127,9 @@ def run_generate(console: Console, options: JobOptions, config: EngineConfig, sa
         raise UsageError("no engine is given", 'type --engine DIR, or write engine = "DIR" into dspark.toml')
     if options.write_expired and options.until is None:
         raise UsageError("--write-expired needs --until", "add --until HH:MM")
+    check_metrics_path(options)
+    if options.dry_run:
+        return run_dry(console, options, config, sampling, loaders)
     spec = JobSpec(
         input=options.input,
         output=options.output,
@@ -154,6 +159,46 @@ def run_generate(console: Console, options: JobOptions, config: EngineConfig, sa
     return result.exit_code
 
 
+def run_dry(console: Console, options: JobOptions, config: EngineConfig, sampling: dict[str, Any], loaders: Loaders) -> int:
+    """Report what the job would do; returns the exit code that it would have."""
+    from dspark.runtime.jobs.defaults import defaults_in_force
+    from dspark.runtime.jobs.dry_run import dry_run
+    from dspark.runtime.jobs.scan import open_input
+    from dspark.runtime.spec.manifest import load_manifest
+
+    assert options.engine is not None
+    open_input(options.input).close()
+    manifest = load_manifest(options.engine)
+    defaults = defaults_in_force(sampling, options.engine)
+    builder = loaders.load_builder(options.engine, manifest, config, defaults)
+    reporter = ConsoleReporter(console, options)
+    max_tokens = defaults.max_tokens or manifest.model.max_position
+    found = dry_run(options.input, builder, config.block_size, max_tokens, options.limit, options.allow_duplicate_ids, reporter.failed)
+    reporter.close()
+    console.document(found.document())
+    console.data(f"lines          {found.num_lines}: {found.num_servable} can be served, {found.num_errors} would be error records")
+    if found.num_servable:
+        prompt = found.prompt_tokens
+        console.data(f"prompt tokens  {prompt['total']} (p50 {prompt['p50']}, p90 {prompt['p90']}, max {prompt['max']})")
+        console.data(
+            f"shared         {found.shared_tokens} prompt tokens ({100 * found.shared_tokens / prompt['total']:.0f}%) in beginnings in common"
+        )
+        console.data(f"output tokens  at most {found.most_output_tokens}")
+    console.data(f"exit code      {found.exit_code}")
+    return found.exit_code
+
+
+def check_metrics_path(options: JobOptions) -> None:
+    """A metrics file that cannot be written is to be known before the job, not after. Raises UsageError or InputError."""
+    if options.metrics is None:
+        return
+    from dspark.runtime.jobs.output import output_path
+
+    real = output_path(options.metrics, "metrics file")
+    if real in {path.resolve() for path in (options.input, options.output, options.errors) if path is not None}:
+        raise UsageError(f"--metrics is '{options.metrics}', which is another file of the job", "give it a name of its own")
+
+
 def write_metrics(path: Path, metrics: dict[str, Any]) -> None:
     """The metrics document, whole or not at all."""
     import orjson
@@ -177,6 +222,16 @@ def load_engine(engine_dir: Path, config: EngineConfig) -> Any:
     return engine, lambda defaults: PromptBuilder(codec, defaults, engine.max_model_len, engine.vocab_size, config.seed)
 
 
+def load_builder(engine_dir: Path, manifest: EngineManifest, config: EngineConfig, defaults: SamplingParams) -> Any:
+    """The real request builder without an engine."""
+    from dspark.runtime.jobs.prompts import PromptBuilder
+    from dspark.runtime.jobs.tokenizer import load_codec
+
+    context = manifest.model.max_position
+    max_model_len = min(config.max_model_len or context, context)
+    return PromptBuilder(load_codec(engine_dir), defaults, max_model_len, manifest.model.vocab_size, config.seed)
+
+
 def generate(console: Console, options: JobOptions, config: EngineConfig, sampling: dict[str, Any]) -> int:
     """Answer every line of IN, exactly once, in order, into OUT.
 
@@ -185,7 +240,7 @@ def generate(console: Console, options: JobOptions, config: EngineConfig, sampli
     """
     from dspark.runtime.jobs.job import Loaders
 
-    return run_generate(console, options, config, sampling, Loaders(load_engine))
+    return run_generate(console, options, config, sampling, Loaders(load_engine, load_builder))
 
 
 def register(app: typer.Typer) -> None:

@@ -74,9 +74,11 @@ class Loaders:
     """How a job gets its engine; called only when there is a line to do, so a finished job imports no torch.
 
     load: (engine directory, configuration) -> (engine, function that makes the builder from the defaults).
+    load_builder: (engine directory, manifest, configuration, defaults) -> builder, without an engine, for a dry run.
     """
 
     load: Callable[[Path, EngineConfig], tuple[EngineProtocol, Callable[[SamplingParams], Builder]]]
+    load_builder: Callable[[Path, EngineManifest, EngineConfig, SamplingParams], Builder]
 
 
 class JobReporter(Reporter, Protocol):

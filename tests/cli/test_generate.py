@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin_engine import StandinEngine, load_standin, make_standin_engine_dir
+from standin_engine import StandinEngine, load_standin, load_standin_builder, make_standin_engine_dir
 from standin_job import run_standin
 
 from dspark.runtime.jobs.job import Loaders
@@ -34,7 +34,7 @@ def generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
             return (load or load_standin())(engine_dir, config)
 
         capfd.readouterr()
-        code = run_standin(list(arguments), Loaders(counted))
+        code = run_standin(list(arguments), Loaders(counted, load_standin_builder))
         captured = capfd.readouterr()
         run.stdout = captured.out  # type: ignore[attr-defined]
         return code, captured.err.splitlines()
@@ -452,3 +452,31 @@ def test_a_whole_process_imports_no_torch_for_a_finished_job(generate: Any, tmp_
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONSAFEPATH": "1"}
     )
     assert done.stdout == "0 []\n"
+
+
+def test_a_dry_run_tells_what_would_happen_and_writes_nothing(generate: Any, tmp_path: Path) -> None:
+    lines = [{"custom_id": f"q{i}", "prompt": "a beginning of thirty-two bytes " + str(i), "max_tokens": 5} for i in range(4)]
+    write_lines(tmp_path / "in.jsonl", *lines, "nonsense", {"custom_id": "long", "prompt": "x" * 3000})
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    code, stderr = generate("in.jsonl", "out.jsonl", *ENGINE, "--dry-run", "--json")
+    assert code == 3 and generate.loads == 0
+    assert [line.split("'")[1] for line in stderr] == ["line-5", "long"]
+    found = json.loads(generate.stdout)
+    assert found == {
+        "num_lines": 6,
+        "num_servable": 4,
+        "num_errors": 2,
+        "prompt_tokens": {"total": 132, "max": 33, "p50": 33, "p90": 33},
+        "most_output_tokens": 20,
+        "shared_tokens": 96,
+        "exit_code": 3,
+    }
+    generate("in.jsonl", "out.jsonl", *ENGINE, "--dry-run")
+    assert "6: 4 can be served, 2 would be error records" in generate.stdout and "96 prompt tokens (73%)" in generate.stdout
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_metrics_over_another_file_of_the_job_are_refused_first(generate: Any, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", *questions(1))
+    code, lines = generate("in.jsonl", "out.jsonl", *ENGINE, "--metrics", "in.jsonl")
+    assert code == 2 and "another file of the job" in lines[0] and generate.loads == 0

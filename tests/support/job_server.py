@@ -100,7 +100,7 @@ def die_at_operation(number: int) -> None:
 
 def run_child(order: dict[str, Any]) -> int:
     """One job, in the forked child."""
-    from standin_engine import load_standin
+    from standin_engine import load_standin, load_standin_builder
     from standin_job import run_standin
 
     from dspark.runtime.jobs.job import Loaders
@@ -113,20 +113,20 @@ def run_child(order: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_limit"], order["file_limit"]))
     if order["die_at"]:
         die_at_operation(order["die_at"])
-    return run_standin(list(order["arguments"]), Loaders(load_standin(order["delay_ms"] / 1000)))
+    return run_standin(list(order["arguments"]), Loaders(load_standin(order["delay_ms"] / 1000), load_standin_builder))
 
 
 def serve() -> None:
     """Server side: one order per line of stdin."""
     # A job that fails at once imports here what the children need, lazy imports of the libraries among it.
-    from standin_engine import load_standin
+    from standin_engine import load_standin, load_standin_builder
     from standin_job import run_standin
 
     import dspark.runtime.jobs.prompts  # noqa: F401
     from dspark.runtime.jobs.job import Loaders
 
     with contextlib.redirect_stderr(io.StringIO()):
-        run_standin(["no-such-input", "out", "--engine", "none"], Loaders(load_standin()))
+        run_standin(["no-such-input", "out", "--engine", "none"], Loaders(load_standin(), load_standin_builder))
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:

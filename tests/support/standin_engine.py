@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from dspark.runtime.spec.errors import RequestError
 from dspark.runtime.spec.manifest import EngineManifest
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.request import Completion, Request, RequestOutput
+from dspark.runtime.spec.sampling_params import SamplingParams
 
 VOCAB_SIZE = 320
 MAX_MODEL_LEN = 2048
@@ -42,7 +44,7 @@ class ByteCodec:
 
 def standin_answer(request: Request) -> bytes:
     """One to max_tokens letters."""
-    key = repr((request.prompt_token_ids, request.params.temperature, request.params.seed, request.draw_key)).encode()
+    key = array("I", request.prompt_token_ids).tobytes() + repr((request.params.temperature, request.draw_key)).encode()
     digest = hashlib.sha256(key).hexdigest().encode()
     most = request.params.max_tokens or 16
     length = 1 + int(digest[:8], 16) % most
@@ -111,6 +113,14 @@ def make_standin_engine_dir(directory: Path, created: int = 1_700_000_000) -> Pa
     model = ModelConfig("llama", VOCAB_SIZE, 8, 16, 1, 1, 1, 8, 1e-5, MAX_MODEL_LEN)
     EngineManifest(model, {}, created=created, lineage={"name": "standin"}).save(directory)
     return directory
+
+
+def load_standin_builder(engine_dir: Path, manifest: EngineManifest, config: EngineConfig, defaults: SamplingParams) -> Any:
+    """A `Loaders.load_builder` for the job."""
+    from dspark.runtime.jobs.prompts import PromptBuilder
+
+    codec: Any = ByteCodec()
+    return PromptBuilder(codec, defaults, config.max_model_len or MAX_MODEL_LEN, VOCAB_SIZE, config.seed)
 
 
 def load_standin(delay_s: float = 0.0) -> Any:

@@ -10,7 +10,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import typer
-from standin_engine import load_standin
+from standin_engine import load_standin, load_standin_builder
 
 from dspark.runtime.jobs.job import Loaders
 from dspark.runtime.spec.engine_config import EngineConfig
@@ -35,4 +35,4 @@ def run_standin(arguments: list[str], loaders: Loaders) -> int:
 
 if __name__ == "__main__":
     delay_s = float(sys.argv[1]) / 1000
-    sys.exit(run_standin(sys.argv[2:], Loaders(load_standin(delay_s))))
+    sys.exit(run_standin(sys.argv[2:], Loaders(load_standin(delay_s), load_standin_builder)))

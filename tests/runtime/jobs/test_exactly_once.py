@@ -173,3 +173,25 @@ def test_a_file_size_limit_exits_7_and_the_same_command_continues(server: JobSer
     assert server.run(limited, *FLAGS, *MODES[mode]) == 3
     assert normal(outputs(limited), mode) == normal(outputs(undisturbed), mode)
     assert not left_over(limited)
+
+
+@pytest.mark.slow
+def test_a_kill_while_a_damaged_output_is_mended_is_recovered(server: JobServer, tmp_path: Path) -> None:
+    """The answers that still stand are taken over by a new job; killed anywhere on the way, it ends with the same OUT."""
+    flags = ("in.jsonl", "out.jsonl", "--engine", "engine", "--max-num-seqs", "4", "--quiet")
+    for number in range(1, 400):
+        directory = tmp_path / f"at{number}"
+        directory.mkdir()
+        write_input(directory, 9)
+        assert server.run(directory, *flags) == 3
+        expected = (directory / "out.jsonl").read_bytes()
+        rows = expected.split(b"\n")
+        (directory / "out.jsonl").write_bytes(b"\n".join(rows[:3] + rows[4:])[:-9])
+        code = server.run(directory, *flags, die_at=number)
+        if code != 3:
+            assert server.run(directory, *flags) == 3, (number, (directory / "stderr.txt").read_text())
+        assert (directory / "out.jsonl").read_bytes() == expected, number
+        assert not left_over(directory), number
+        if code == 3:
+            break
+    assert 30 < number < 399
