@@ -10,7 +10,7 @@ import typer
 
 from dspark import __version__
 from dspark_cli import convert, doctor, generate, inspect, quantize
-from dspark_cli.console import Console, report
+from dspark_cli.console import EXIT_STOPPED, Console, report
 from dspark_cli.options import COMMANDS
 
 app = typer.Typer(
@@ -21,6 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
+
+_CLICK_INTERRUPTED = 130
+"""What click returns for Ctrl-C before a command has begun."""
 
 # typer has its own copy of click in newer releases and the real one in older: the base class is found, not imported.
 ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -66,7 +69,7 @@ def run(arguments: list[str] | None = None, application: typer.Typer = app) -> i
         return 2
     except Exception as error:
         return report(console, error)
-    return int(code or 0)
+    return EXIT_STOPPED if code == _CLICK_INTERRUPTED else int(code or 0)
 
 
 def main() -> None:

@@ -139,7 +139,7 @@ class Console:
     def _log(self, level: int, text: str) -> None:
         for handler in logger.handlers:
             if handler is not self._stderr_handler:
-                handler.handle(logger.makeRecord(logger.name, level, "", 0, text, None, None))
+                handler.handle(logger.makeRecord(logger.name, level, "", 0, text, (), None))
 
 
 def write_traceback(command: str) -> Path:
@@ -176,10 +176,8 @@ def report(console: Console, error: BaseException) -> int:
         console.print_line("stopped; the same command continues")
         return EXIT_STOPPED
     if isinstance(error, BrokenPipeError):
-        # The reader of stdout has gone (| head): nothing to say, and nothing more may be written at exit.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_MACHINE
+        _forget_stdout()
+        return 0
     if is_out_of_memory(error):
         console.error("out of memory; what is done is kept, the same command continues; free memory or lower --max-num-seqs")
         return EXIT_MACHINE
@@ -198,13 +196,22 @@ def report(console: Console, error: BaseException) -> int:
     return EXIT_BUG
 
 
+def _forget_stdout() -> None:
+    """The reader of stdout has gone (| head): nothing to say, and nothing more may be written at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def guarded(console: Console, body: Callable[[], int | None]) -> int:
     """Run a command's body and return the process's exit code; never raises."""
     try:
-        code = body()
+        code = body() or 0
+    except (Exception, KeyboardInterrupt) as error:
+        code = report(console, error)
+    try:
         sys.stdout.flush()
-        return code or 0
-    except Exception as error:
-        return report(console, error)
-    except KeyboardInterrupt as error:
-        return report(console, error)
+    except BrokenPipeError:
+        _forget_stdout()
+    except OSError as error:
+        code = report(console, error)
+    return code

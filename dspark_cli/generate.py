@@ -180,9 +180,8 @@ def run_dry(console: Console, options: JobOptions, config: EngineConfig, samplin
     if found.num_servable:
         prompt = found.prompt_tokens
         console.data(f"prompt tokens  {prompt['total']} (p50 {prompt['p50']}, p90 {prompt['p90']}, max {prompt['max']})")
-        console.data(
-            f"shared         {found.shared_tokens} prompt tokens ({100 * found.shared_tokens / prompt['total']:.0f}%) in beginnings in common"
-        )
+        share = 100 * found.shared_tokens / prompt["total"]
+        console.data(f"shared         {found.shared_tokens} prompt tokens ({share:.0f}%) in beginnings in common")
         console.data(f"output tokens  at most {found.most_output_tokens}")
     console.data(f"exit code      {found.exit_code}")
     return found.exit_code

@@ -1,6 +1,6 @@
 """One `dspark generate`: from the paths that were typed to OUT, exactly once, whatever happens in between.
 
-The life of an output's files (see also docs/jobs.md): nothing -> `OUT.journal/` with `lock` only -> with `job.json`: an unfinished job ->
+The life of an output's files: nothing -> `OUT.journal/` with `lock` only -> with `job.json`: an unfinished job ->
 OUT renamed into place -> `.OUT.dspark.json`: a finished job -> the directory removed. Each arrow is one atomic step, and a run that finds
 any of these states goes on from there.
 """

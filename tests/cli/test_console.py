@@ -91,7 +91,7 @@ def test_a_reader_that_has_gone_is_no_news(monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr("os.dup2", lambda *_: None)
     monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)
-    assert guarded(Console("test"), body) != 1
+    assert guarded(Console("test"), body) == 0
     assert capsys.readouterr().err == ""
 
 
