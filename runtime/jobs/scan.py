@@ -7,6 +7,7 @@ import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,7 +52,7 @@ class InputFacts:
     digest: str
 
 
-def open_input(path: Path) -> BinaryIO:
+def open_input(path: Path) -> BufferedReader:
     """The input for reading. Raises InputError unless it is a readable regular file."""
     try:
         mode = os.stat(path).st_mode
@@ -60,7 +61,7 @@ def open_input(path: Path) -> BinaryIO:
             raise InputError(
                 f"input '{path}' is {kind}", "give a JSONL file; write a stream to a file first, so that the job can be continued"
             )
-        return open(path, "rb", buffering=READ_BYTES)
+        return BufferedReader(FileIO(path), READ_BYTES)
     except OSError as error:
         raise InputError(f"input '{path}' cannot be read ({error.strerror})", "check the path") from error
 

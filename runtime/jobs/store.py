@@ -45,6 +45,10 @@ class Counts:
 class ResultStore:
     """Results of one job, in input order. Every method may raise OSError (disk full): what was flushed stays sound."""
 
+    journal: Journal
+    num_damaged: int
+    """Records of the journal that failed their checksum; their lines are done again."""
+
     def __init__(self, directory: Path, output: Path, errors: Path | None) -> None:
         self.directory = directory
         self.output = output
@@ -97,11 +101,14 @@ class ResultStore:
         if self.journal.is_sync_due():
             self.sync()
 
+    def _clear_buffer(self) -> None:
+        self._buffer, self._buffer_bytes, self._pending = [], 0, []
+
     def _write_buffered(self) -> None:
         if not self._buffer:
             return
         data, pending = b"".join(self._buffer), self._pending
-        self._buffer, self._buffer_bytes, self._pending = [], 0, []
+        self._clear_buffer()
         try:
             self.journal.append(data)
         except OSError:

@@ -18,7 +18,7 @@ import orjson
 import xxhash
 
 from dspark.runtime.jobs.index import STATE_FAILED, STATE_NONE, FixedFile
-from dspark.runtime.jobs.journal import AppendFile, LineKey, StoredRecord, encode_record
+from dspark.runtime.jobs.journal import AppendFile, Journal, LineKey, StoredRecord, encode_record
 from dspark.runtime.jobs.output import AtomicFile, sync_directory
 from dspark.runtime.jobs.store import RESULTS_NAME, Fill, ResultStore
 from dspark.runtime.spec.errors import StoppedError
@@ -117,7 +117,7 @@ class StreamStore(ResultStore):
         os.replace(self.directory / NEW_KEYS_NAME, self.directory / RESULTS_NAME)
         sync_directory(self.directory)
         self._finish_rebuild(self.directory, self.output)
-        self.journal = type(self.journal)(self.directory / RESULTS_NAME)
+        self.journal = Journal(self.directory / RESULTS_NAME)
         self._out = AppendFile(self.output)
 
     def _put(self, line: LineKey, ok: bool, record: bytes) -> None:
@@ -138,7 +138,7 @@ class StreamStore(ResultStore):
                 super()._write_buffered()
             except OSError:
                 self._forget(self._pending)
-                self._buffer, self._buffer_bytes, self._pending = [], 0, []
+                self._clear_buffer()
                 with suppress(OSError):
                     self._out.truncate(size)
                 raise
