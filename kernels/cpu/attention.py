@@ -19,6 +19,8 @@ from dspark.kernels.facts import KernelFacts
 
 QUERY_TILE = 16
 ROW_TILE = 4
+BLOCKS_AHEAD = 4
+"""Key blocks asked for before they are read: the pages of a sequence lie anywhere in memory, so the machine cannot guess the next one."""
 
 
 def supports(op: str, facts: KernelFacts) -> str | None:
@@ -73,6 +75,16 @@ def _store_rows(acc, tile, row0, group, out, target, out_width, head_dim):
             store(head, d, values[d])
 
 
+@njit(cache=True, nogil=True, error_model="numpy")
+def _prefetch_first_keys(k_flat, task, query_start, context_lens, tables, block_size, page, block_elements, window):
+    """Ask for the first key blocks of a worker's next task while it still works on this one."""
+    seq, first, kv_head = np.int64(task[0]), np.int64(task[1]), np.int64(task[2])
+    limit = np.int64(context_lens[seq]) - (np.int64(query_start[seq + 1]) - np.int64(query_start[seq])) + first + 1
+    start = max(limit - window, 0) // block_size if window > 0 else 0
+    for block in range(start, min(start + BLOCKS_AHEAD, -(-limit // block_size))):
+        prefetch(k_flat, np.int64(tables[seq, block]) * page + kv_head * block_elements, block_elements)
+
+
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def _attend(q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens, shape, scale, window, scratch_len, num_workers, out):
     """tasks int32 [n, 3]: sequence, first query of the tile, key/value head; worker w takes every num_workers-th of them.
@@ -103,9 +115,11 @@ def _attend(q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens
                 high = first_limit + (row0 + tile - 1) // group
                 low = max(first_limit + row0 // group - window, 0) // block_size * block_size if window > 0 else 0
                 for position in range(low, high, 16):
-                    if position % block_size == 0 and position + block_size < high:
-                        following = np.int64(blocks[position // block_size + 1])
-                        prefetch(k_flat, following * page + kv_head * block_elements, block_elements)
+                    if position % block_size == 0:
+                        here = position // block_size
+                        if position + BLOCKS_AHEAD * block_size < high:
+                            prefetch(k_flat, np.int64(blocks[here + BLOCKS_AHEAD]) * page + kv_head * block_elements, block_elements)
+                        prefetch(v_flat, np.int64(blocks[here]) * page + kv_head * block_elements, block_elements)
                     offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements + position % block_size
                     scores_16_keys(
                         tile, rows_q, row0 * head_dim, head_dim, k_flat, offset, block_size, head_dim, scores, position - low, scratch_len
@@ -115,10 +129,9 @@ def _attend(q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens
                     begin = max(limit - window, 0) if window > 0 else 0
                     _softmax(scores[r * scratch_len : r * scratch_len + high - low], begin - low, limit - low)
                 acc[:] = np.float32(0.0)
+                if row0 + ROW_TILE >= num_rows and t + num_workers < tasks.shape[0]:
+                    _prefetch_first_keys(k_flat, tasks[t + num_workers], query_start, context_lens, tables, block_size, page, block_elements, window)
                 for position in range(low, high, block_size):
-                    if position + block_size < high:
-                        following = np.int64(blocks[position // block_size + 1])
-                        prefetch(v_flat, following * page + kv_head * block_elements, block_elements)
                     offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements
                     num_keys = min(block_size, high - position)
                     add_values(tile, scores, position - low, scratch_len, v_flat, offset, head_dim, num_keys, head_dim, acc, 0, head_dim)

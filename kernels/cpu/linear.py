@@ -1,4 +1,4 @@
-"""Linear layers on CPU: oneDNN with weights re-laid once, and torch's packed integer products for few rows.
+"""Linear layers on CPU: oneDNN with weights re-laid once, and products computed from the codes for few rows.
 
 Which of the forms of a quantized weight runs is decided by the number of rows, on measured break-evens (docs/benchmarks.md).
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from dspark.kernels.cpu.wna16 import PanelWeight
 from dspark.kernels.facts import KernelFacts
-from dspark.kernels.packing import unpack_codes
 from dspark.kernels.reference.linear import LinearFn
 from dspark.kernels.wna16 import Wna16Weight
 
@@ -17,9 +17,7 @@ DETERMINISTIC_ROWS = 64
 products of one fixed shape give every row the same bits whatever stands beside it."""
 
 PACKED_MAX_ROWS = 4
-"""Up to so many rows torch's packed int4 and int8 products beat a dense product of the same weight."""
-
-INT4_GROUPS = (32, 64, 128, 256)
+"""Up to so many rows a product computed from the codes beats a dense product of the same weight."""
 
 
 def supports(op: str, facts: KernelFacts) -> str | None:
@@ -35,20 +33,24 @@ def make_dense_linear(weight: torch.Tensor, bias: torch.Tensor | None, facts: Ke
 
 
 def make_wna16_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
-    """Few rows: torch's packed integer product, where it has one for this storage. More rows: the dense form, kept (weight_shadow) or made
-    anew for each call."""
+    """Few rows: computed from the codes. More rows: a dense product, its weight kept (weight_shadow) or made anew for each call."""
     if facts.deterministic:
-        dense = make_dense_linear(weight.dense(facts.dtype), bias, facts)
-        return dense
-    packed = _packed_product(weight, bias, facts.dtype)
-    if facts.weight_shadow:
-        wide = make_dense_linear(weight.dense(facts.dtype), bias, facts)
-    else:
-        expand = _expander(weight, facts.dtype)
-        wide = lambda x: torch.nn.functional.linear(x, expand(), bias)  # noqa: E731
-    if packed is None:
-        return wide
-    return lambda x: packed(x) if x.shape[0] <= PACKED_MAX_ROWS else wide(x)
+        return make_dense_linear(weight.dense(facts.dtype), bias, facts)
+    if PanelWeight.refuses(weight):
+        return make_dense_linear(weight.dense(facts.dtype), bias, facts)
+    panels = PanelWeight(weight)
+    dense = make_dense_linear(weight.dense(facts.dtype), bias, facts) if facts.weight_shadow else None
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] <= PACKED_MAX_ROWS:
+            y = panels.product(x)
+            return y if bias is None else y + bias
+        if dense:
+            return dense(x)
+        transposed = panels.transposed(x.dtype)
+        return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
+
+    return product
 
 
 def _has_onednn_bf16(weight: torch.Tensor) -> bool:
@@ -84,52 +86,3 @@ def _in_fixed_tiles(product: LinearFn) -> LinearFn:
         return tiles[0][:num_rows] if len(tiles) == 1 else torch.cat(tiles)[:num_rows]
 
     return tiled
-
-
-def _packed_product(weight: Wna16Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> LinearFn | None:
-    """torch's int4 (groups of INT4_GROUPS) or int8 (one symmetric group) product, or None when it has none for this storage."""
-    num_inputs, num_outputs = weight.in_features, weight.out_features
-    if dtype != torch.bfloat16:
-        return None
-    if weight.bits == 4 and num_outputs % 16 == 0:
-        group, scales, zeros = _int4_groups(weight)
-        if group is None:
-            return None
-        codes = unpack_codes(weight.qweight, 4, num_inputs).t().to(torch.int32).contiguous()
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        # torch computes (code - 8) * scale + offset
-        table = torch.stack([scales, (8.0 - zeros) * scales], -1).to(dtype).contiguous()
-
-        def int4_product(x: torch.Tensor) -> torch.Tensor:
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, table)
-            return y if bias is None else y + bias
-
-        return int4_product
-    if weight.bits == 8 and weight.zeros is None and weight.scales.shape[0] == 1 and num_outputs % 16 == 0 and num_inputs % 32 == 0:
-        signed = (unpack_codes(weight.qweight, 8, num_inputs).to(torch.int16) - 128).to(torch.int8).t().contiguous()
-        scale = weight.scales[0].to(dtype)
-
-        def int8_product(x: torch.Tensor) -> torch.Tensor:
-            y = torch._weight_int8pack_mm(x, signed, scale)
-            return y if bias is None else y + bias
-
-        return int8_product
-    return None
-
-
-def _int4_groups(weight: Wna16Weight) -> tuple[int | None, torch.Tensor, torch.Tensor]:
-    """Group size that torch's int4 product takes (larger groups are cut, their scales repeated), scales and zeros float32 [G, N]."""
-    scales = weight.scales.float()
-    zeros = weight.zeros.float() if weight.zeros is not None else torch.full_like(scales, 8.0)
-    if weight.group_size in INT4_GROUPS:
-        return weight.group_size, scales, zeros
-    for group in reversed(INT4_GROUPS):
-        if weight.group_size % group == 0:
-            repeat = weight.group_size // group
-            return group, scales.repeat_interleave(repeat, 0), zeros.repeat_interleave(repeat, 0)
-    return None, scales, zeros
-
-
-def _expander(weight: Wna16Weight, dtype: torch.dtype):
-    """A function that makes the dense weight [N, K] anew from codes kept as uint8 (4 bits: packed)."""
-    return lambda: weight.dense(dtype)

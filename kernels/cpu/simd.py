@@ -99,13 +99,13 @@ def exp_approx(x):
     return np.float32(0.0) if x <= np.float32(-87.0) else p * power
 
 
-def _element_pointer(context, builder, array_type, array, offset):
+def element_pointer(context, builder, array_type, array, offset):
     """Pointer to element `offset` of a contiguous array."""
     data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
     return builder.gep(data, [offset], inbounds=True)
 
 
-def _load_vector(builder, pointer, element_type):
+def load_vector(builder, pointer, element_type):
     """16 stored elements from pointer on, widened to <16 x float>."""
     if element_type == types.uint16:
         raw = builder.load(builder.bitcast(pointer, ir.VectorType(I16, LANES).as_pointer()), align=2)
@@ -114,13 +114,13 @@ def _load_vector(builder, pointer, element_type):
     return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
 
 
-def _broadcast(builder, scalar):
+def broadcast(builder, scalar):
     undefined = ir.Constant(VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
 
-def _multiply_add(builder, a, b, c):
+def multiply_add(builder, a, b, c):
     """a * b + c, fused where the machine can."""
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
@@ -130,7 +130,7 @@ def _prefetch_line(typingctx, array, offset):
     """Ask for the cache line of array[offset]; an address past the end does no harm."""
 
     def codegen(context, builder, sig, args):
-        pointer = builder.bitcast(_element_pointer(context, builder, sig.args[0], *args), ir.IntType(8).as_pointer())
+        pointer = builder.bitcast(element_pointer(context, builder, sig.args[0], *args), ir.IntType(8).as_pointer())
         function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), I32, I32, I32])
         function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
         builder.call(function, [pointer, I32(0), I32(3), I32(1)])
@@ -159,9 +159,9 @@ def _scores_intrinsic(num_rows: int):
             q_v, q_off, q_str, k_v, k_off, k_str, dim, out_v, out_off, out_str = args
             zero = ir.Constant(VECTOR, [0.0] * LANES)
             q_rows = [
-                _element_pointer(context, builder, sig.args[0], q_v, builder.add(q_off, builder.mul(q_str, I64(r)))) for r in range(num_rows)
+                element_pointer(context, builder, sig.args[0], q_v, builder.add(q_off, builder.mul(q_str, I64(r)))) for r in range(num_rows)
             ]
-            k_base = _element_pointer(context, builder, sig.args[3], k_v, k_off)
+            k_base = element_pointer(context, builder, sig.args[3], k_v, k_off)
             entry = builder.block
             loop, done = builder.append_basic_block("dims"), builder.append_basic_block("dims_done")
             builder.branch(loop)
@@ -175,10 +175,10 @@ def _scores_intrinsic(num_rows: int):
             new = []
             for half in range(2):
                 index = builder.add(d, I64(half))
-                key = _load_vector(builder, builder.gep(k_base, [builder.mul(index, k_str)], inbounds=True), sig.args[3].dtype)
+                key = load_vector(builder, builder.gep(k_base, [builder.mul(index, k_str)], inbounds=True), sig.args[3].dtype)
                 for r in range(num_rows):
-                    value = _broadcast(builder, builder.load(builder.gep(q_rows[r], [index], inbounds=True)))
-                    new.append(_multiply_add(builder, value, key, sums[half * num_rows + r]))
+                    value = broadcast(builder, builder.load(builder.gep(q_rows[r], [index], inbounds=True)))
+                    new.append(multiply_add(builder, value, key, sums[half * num_rows + r]))
             following = builder.add(d, I64(2))
             d.add_incoming(following, loop)
             for phi, value in zip(sums, new, strict=True):
@@ -186,7 +186,7 @@ def _scores_intrinsic(num_rows: int):
             builder.cbranch(builder.icmp_signed("<", following, dim), loop, done)
             builder.position_at_end(done)
             for r in range(num_rows):
-                pointer = _element_pointer(context, builder, sig.args[7], out_v, builder.add(out_off, builder.mul(out_str, I64(r))))
+                pointer = element_pointer(context, builder, sig.args[7], out_v, builder.add(out_off, builder.mul(out_str, I64(r))))
                 builder.store(builder.fadd(new[r], new[num_rows + r]), builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
             return context.get_dummy_value()
 
@@ -205,12 +205,12 @@ def _values_intrinsic(num_rows: int, num_vectors: int):
         def codegen(context, builder, sig, args):
             p_v, p_off, p_str, v_v, v_off, v_str, keys, out_v, out_off, out_str = args
             p_rows = [
-                _element_pointer(context, builder, sig.args[0], p_v, builder.add(p_off, builder.mul(p_str, I64(r)))) for r in range(num_rows)
+                element_pointer(context, builder, sig.args[0], p_v, builder.add(p_off, builder.mul(p_str, I64(r)))) for r in range(num_rows)
             ]
-            v_base = _element_pointer(context, builder, sig.args[3], v_v, v_off)
+            v_base = element_pointer(context, builder, sig.args[3], v_v, v_off)
             out_pointers = []
             for r in range(num_rows):
-                row = _element_pointer(context, builder, sig.args[7], out_v, builder.add(out_off, builder.mul(out_str, I64(r))))
+                row = element_pointer(context, builder, sig.args[7], out_v, builder.add(out_off, builder.mul(out_str, I64(r))))
                 out_pointers += [
                     builder.bitcast(builder.gep(row, [I64(c * LANES)], inbounds=True), VECTOR.as_pointer()) for c in range(num_vectors)
                 ]
@@ -226,12 +226,12 @@ def _values_intrinsic(num_rows: int, num_vectors: int):
                 phi.add_incoming(value, entry)
             row_base = builder.gep(v_base, [builder.mul(j, v_str)], inbounds=True)
             pieces = [
-                _load_vector(builder, builder.gep(row_base, [I64(c * LANES)], inbounds=True), sig.args[3].dtype) for c in range(num_vectors)
+                load_vector(builder, builder.gep(row_base, [I64(c * LANES)], inbounds=True), sig.args[3].dtype) for c in range(num_vectors)
             ]
             new = []
             for r in range(num_rows):
-                weight = _broadcast(builder, builder.load(builder.gep(p_rows[r], [j], inbounds=True)))
-                new += [_multiply_add(builder, weight, pieces[c], sums[r * num_vectors + c]) for c in range(num_vectors)]
+                weight = broadcast(builder, builder.load(builder.gep(p_rows[r], [j], inbounds=True)))
+                new += [multiply_add(builder, weight, pieces[c], sums[r * num_vectors + c]) for c in range(num_vectors)]
             following = builder.add(j, I64(1))
             j.add_incoming(following, loop)
             for phi, value in zip(sums, new, strict=True):
