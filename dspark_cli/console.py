@@ -36,12 +36,14 @@ def has_colour(stream: TextIO) -> bool:
 class Progress:
     """A bar on a terminal, nothing elsewhere. Close it before printing the last line."""
 
-    def __init__(self, total: int, unit: str, shown: bool) -> None:
+    def __init__(self, total: int, unit: str, done: int, shown: bool) -> None:
         self._bar: Any = None
         if shown:
             from tqdm import tqdm  # only where a bar is drawn
 
-            self._bar = tqdm(total=total, unit=unit, file=sys.stderr, mininterval=PROGRESS_INTERVAL_S, dynamic_ncols=True, leave=False)
+            self._bar = tqdm(
+                total=total, initial=done, unit=unit, file=sys.stderr, mininterval=PROGRESS_INTERVAL_S, dynamic_ncols=True, leave=False
+            )
 
     def advance(self, count: int, **shown: Any) -> None:
         """Count finished units; `shown` appears behind the bar, such as tokens/s."""
@@ -122,9 +124,9 @@ class Console:
         word = "\x1b[1;31merror:\x1b[0m" if has_colour(sys.stderr) else "error:"
         self.print_line(f"{word} {text}")
 
-    def progress(self, total: int, unit: str) -> Progress:
-        """A bar on a terminal; elsewhere, with --quiet and with --json nothing."""
-        self._bar = Progress(total, unit, sys.stderr.isatty() and not self.quiet and not self.json)
+    def progress(self, total: int, unit: str, done: int = 0) -> Progress:
+        """A bar on a terminal; elsewhere, with --quiet and with --json nothing. done: units finished before, not part of the rate."""
+        self._bar = Progress(total, unit, done, sys.stderr.isatty() and not self.quiet and not self.json)
         return self._bar
 
     def print_line(self, text: str) -> None:

@@ -79,8 +79,7 @@ class ConsoleReporter:
         self._console.note(
             f"generate: {num_lines} lines{before} of '{self._options.input}' with '{self._options.engine}'; defaults: {describe(defaults)}"
         )
-        self._bar = self._console.progress(num_lines, "line")
-        self._bar.advance(num_done)
+        self._bar = self._console.progress(num_lines, "line", num_done)
 
     def warned(self, text: str) -> None:
         self._console.problem(text)

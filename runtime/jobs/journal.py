@@ -21,7 +21,8 @@ from dspark.runtime.jobs.index import write_all
 
 SYNC_INTERVAL_S = 1.0
 _SUM_LEAD = b',"sum":"'
-_TAIL_BYTES = len(_SUM_LEAD) + 16 + len(b'"}\n')
+_SUM_END = b'"}\n'
+_TAIL_BYTES = len(_SUM_LEAD) + 16 + len(_SUM_END)
 _OUT_LEAD = b',"out":'
 _READ_BYTES = 1 << 20
 
@@ -51,13 +52,13 @@ def encode_record(line: LineKey, ok: bool, out: bytes) -> tuple[bytes, int]:
     """(record with its line feed, offset of `out` within it). out: JSON without a line feed."""
     head = b'{"at":%d,"line":%d,"key":"%032x","id":"%016x","ok":%s' % (line.at, line.number, line.key, line.id, b"true" if ok else b"false")
     body = head + _OUT_LEAD + out
-    return body + _SUM_LEAD + b"%016x" % xxhash.xxh3_64_intdigest(body) + b'"}\n', len(head) + len(_OUT_LEAD)
+    return body + _SUM_LEAD + b"%016x" % xxhash.xxh3_64_intdigest(body) + _SUM_END, len(head) + len(_OUT_LEAD)
 
 
 def decode_record(raw: bytes, offset: int) -> StoredRecord | None:
     """The record of one line of the log, None when it is damaged. offset: where the line starts in the log."""
     body, tail = raw[:-_TAIL_BYTES], raw[-_TAIL_BYTES:]
-    if not tail.startswith(_SUM_LEAD) or tail[len(_SUM_LEAD) : -3] != b"%016x" % xxhash.xxh3_64_intdigest(body):
+    if tail != _SUM_LEAD + b"%016x" % xxhash.xxh3_64_intdigest(body) + _SUM_END:
         return None
     # Inside a JSON text a quote is escaped, so the first match is the key itself.
     split = body.find(_OUT_LEAD)
