@@ -51,26 +51,28 @@ class KVCacheManager:
     def match_prefix(self, seq: HoldsBlocks, max_tokens: int) -> int:
         """Give a sequence without blocks those that hold its beginning already; returns how many of its tokens they cover.
 
-        At most max_tokens are reported, though the last block may hold more: the first write into it is then a copy-on-write.
+        Only whole blocks within the first max_tokens are given, so that the sequence never writes into one of them: a copy-on-write
+        would come too early, because the copies of a step are made before its writes, and a block entered in this very step is still
+        unwritten then.
         """
         assert not seq.table.blocks, "a sequence that holds blocks cannot match a prefix"
         root = self.index.root(seq.cache_salt)
         seq.table.node = root
         if not self.enable_prefix_caching:
             return 0
-        blocks, node = self.index.match(seq.token_ids, root)
+        blocks, node = self.index.match(seq.token_ids, root, max_tokens)
         for block in blocks:
             self.allocator.retain(block)
         seq.table.blocks = list(blocks)
         seq.table.node = node
         seq.table.num_registered = len(blocks)
-        return min(len(blocks) * self.block_size, max_tokens)
+        return len(blocks) * self.block_size
 
-    def num_cached_blocks(self, seq: HoldsBlocks) -> tuple[int, int]:
+    def num_cached_blocks(self, seq: HoldsBlocks, max_tokens: int) -> tuple[int, int]:
         """How many blocks `match_prefix` would find, and how many of them are idle now (and would no longer be available)."""
         if not self.enable_prefix_caching:
             return 0, 0
-        blocks, _ = self.index.match(seq.token_ids, self.index.root(seq.cache_salt))
+        blocks, _ = self.index.match(seq.token_ids, self.index.root(seq.cache_salt), max_tokens)
         return len(blocks), sum(self.allocator.ref_count(block) == 0 for block in blocks)
 
     def fork(self, parent: HoldsBlocks, child: HoldsBlocks, num_tokens: int) -> None:
@@ -80,8 +82,9 @@ class KVCacheManager:
         for block in shared:
             self.allocator.retain(block)
         full = num_tokens // self.block_size
-        same_chain = parent.table.num_registered == full
-        child.table = BlockTable(list(shared), parent.table.node if same_chain else self.index.root(child.cache_salt), full if same_chain else 0)
+        child.table = BlockTable(list(shared), self.index.root(child.cache_salt))
+        if parent.table.num_registered == full:
+            child.table.node, child.table.num_registered = parent.table.node, full
 
     def extend(self, seq: HoldsBlocks, num_computed: int, num_total: int) -> bool:
         """Make the positions num_computed .. num_total - 1 writable: add blocks, and copy those that others hold too.

@@ -12,10 +12,14 @@ def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) ->
     return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
 
 
-def allocate_pool(config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def allocate_pool(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per layer a key and a value cache [num_blocks, num_kv_heads, block_size, head_dim].
 
     Uninitialised on purpose: on CPU a page of memory counts only once a block in it is used.
     """
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-    return [(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)) for _ in range(config.num_layers)]
+    return [
+        (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)) for _ in range(config.num_layers)
+    ]

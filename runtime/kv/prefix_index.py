@@ -37,11 +37,11 @@ class PrefixIndex:
             self._roots[salt] = self._new_node()
         return self._roots[salt]
 
-    def match(self, token_ids: TokenList[int], root: int) -> tuple[list[int], int]:
-        """Blocks that hold the longest known beginning of token_ids, in order, and the node of the last one (root when none)."""
+    def match(self, token_ids: TokenList[int], root: int, max_tokens: int) -> tuple[list[int], int]:
+        """Blocks that hold the longest known beginning of token_ids[:max_tokens], in order, and the last one's node (root when none)."""
         blocks: list[int] = []
         node = root
-        for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
+        for start in range(0, min(len(token_ids), max_tokens) - self.block_size + 1, self.block_size):
             found = self._nodes.get((node, self._pack(token_ids, start)))
             if found is None:
                 break

@@ -9,7 +9,7 @@ from dspark.runtime.scheduling.sequence import Sequence
 
 @dataclass
 class ScheduledSequence:
-    """`num_tokens` tokens of a sequence, from position seq.num_computed on. samples: its last token is among them, so a new one is drawn."""
+    """`num_tokens` tokens of a sequence, from position seq.num_computed on. samples: its last one is among them, so a new one is drawn."""
 
     seq: Sequence
     num_tokens: int

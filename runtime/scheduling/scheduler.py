@@ -22,7 +22,9 @@ class Scheduler:
     max_num_batched_tokens bounds a step's tokens, and so the memory of activations. max_model_len ends a sequence with "length".
     """
 
-    def __init__(self, kv: KVCacheManager, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, kv: KVCacheManager, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, eos_token_ids: frozenset[int]
+    ) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -124,11 +126,12 @@ class Scheduler:
             num_shared = seq.prompt_len - 1  # the last prompt token is computed again: its logits are this sequence's own
             self.kv.fork(sibling, seq, num_shared)
         else:
-            num_found, num_idle = self.kv.num_cached_blocks(seq)
-            needed = self.kv.blocks_for(seq.num_tokens + 1) - num_found + num_idle + (1 if num_found else 0)
+            most = seq.num_tokens - 1  # the last token is always computed: its logits are wanted
+            num_found, num_idle = self.kv.num_cached_blocks(seq, most)
+            needed = self.kv.blocks_for(seq.num_tokens + 1) - num_found + num_idle
             if needed + reserve > self.kv.allocator.num_available and self.running:
                 return False
-            num_shared = self.kv.match_prefix(seq, seq.num_tokens - 1)
+            num_shared = self.kv.match_prefix(seq, most)
         seq.num_computed = num_shared
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_shared
