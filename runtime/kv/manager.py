@@ -118,9 +118,9 @@ class KVCacheManager:
             table.num_registered = i + 1
 
     def rewind(self, seq: HoldsBlocks, num_tokens: int) -> None:
-        """Give back the blocks past num_tokens (rejected drafts). They must not be registered."""
+        """Give back the blocks past num_tokens (rejected drafts). No token of a registered block may be among the rejected ones."""
         keep = self.blocks_for(num_tokens)
-        assert keep >= seq.table.num_registered, "a registered block cannot be rewound"
+        assert num_tokens >= seq.table.num_registered * self.block_size, "a registered block cannot be rewound"
         while len(seq.table.blocks) > keep:
             self._release(seq.table.blocks.pop())
 

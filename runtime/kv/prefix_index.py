@@ -57,6 +57,8 @@ class PrefixIndex:
         found = self._nodes.get(key)
         if found is not None:
             return found[1]
+        if block in self._key_of_block:  # known after a parent that is evicted: nothing reaches that entry any more
+            self.forget(block)
         node = self._new_node()
         self._nodes[key] = (block, node)
         self._key_of_block[block] = key
