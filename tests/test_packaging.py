@@ -45,7 +45,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = source / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    command = [sys.executable, "-P", "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "wheel",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(source),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("dspark-*.whl")
@@ -54,9 +66,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_module_and_no_bare_name(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-    expected = {
-        str(Path(*module_name(path.parent / "__init__.py").split("."), path.name)) for path in package_sources()
-    } | {"dspark/py.typed"}
+    expected = {str(Path(*module_name(path.parent / "__init__.py").split("."), path.name)) for path in package_sources()} | {
+        "dspark/py.typed"
+    }
     assert set(names) == expected
     assert {name.split("/")[0] for name in names} == {"dspark", "dspark_cli"}
 
