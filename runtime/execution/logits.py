@@ -32,6 +32,8 @@ def logits_for(model: Decoder, token_ids: list[int], chunk: int | None = None) -
         kv.extend(seq, seq.num_computed, seq.num_computed + count)
         batch = build_forward_batch(SchedulerOutput([ScheduledSequence(seq, count)]), facts.block_size, facts.device)
         cos, sin = rope.lookup(batch.attention.positions, batch.rope_lengths)
-        parts.append(model.logits(model.forward(batch.token_ids, cos, sin, caches, batch.attention)).float().cpu())
+        rows = torch.arange(count, device=facts.device)
+        hidden = model.forward(batch.token_ids, cos, sin, caches, batch.attention, rows)
+        parts.append(model.logits(hidden).float().cpu())
         seq.num_computed += count
     return torch.cat(parts)

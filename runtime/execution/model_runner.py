@@ -33,12 +33,12 @@ class ModelRunner:
         batch = build_forward_batch(plan, self.block_size, self.device)
         cos, sin = self.rope.lookup(batch.attention.positions, batch.rope_lengths)
         started = time.perf_counter()
-        hidden = self.model.forward(batch.token_ids, cos, sin, self.caches, batch.attention)
+        hidden = self.model.forward(batch.token_ids, cos, sin, self.caches, batch.attention, batch.sample_rows)
         sampling = [item.seq for item in plan.sampling]
         if not sampling:
             self.forward_s += time.perf_counter() - started
             return StepOutput([])
-        logits = self.model.logits(hidden[batch.sample_rows])
+        logits = self.model.logits(hidden)
         computed = time.perf_counter()
         self.forward_s += computed - started
         tokens, gaps = self.sampler.sample(logits, sampling)

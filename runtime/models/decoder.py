@@ -38,20 +38,24 @@ class Decoder:
         self.norm = norm
         self.head = head
 
-    def forward(self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, caches: KVCaches, batch: AttentionBatch) -> torch.Tensor:
-        """token_ids int64 [T], cos and sin [T, R / 2] -> residual stream after the last layer [T, H], before the final norm."""
+    def forward(
+        self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, caches: KVCaches, batch: AttentionBatch, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """token_ids int64 [T], cos and sin [T, R / 2] -> residual stream after the last layer, before the final norm, of the tokens `rows`
+        (int64 [rows], ascending) [rows, H]. In the last layer the other tokens only leave their keys and values."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
         residual = self.embedding[token_ids]
-        hidden = kernels.rms_norm(residual, self.layers[0].input_norm, eps) if self.layers else residual
+        hidden = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
             hidden = layer.attention(hidden, cos, sin, caches[i], batch)
+            if i + 1 == len(self.layers) and rows.shape[0] < residual.shape[0]:
+                hidden, residual = hidden[rows], residual[rows]
+            hidden = layer.attention.o_proj(hidden)
             hidden, residual = kernels.add_rms_norm(hidden, residual, layer.post_norm, eps)
             hidden = layer.mlp(hidden)
             if i + 1 < len(self.layers):
                 hidden, residual = kernels.add_rms_norm(hidden, residual, self.layers[i + 1].input_norm, eps)
-            else:
-                residual = residual + hidden
-        return residual
+        return residual + hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Residual stream [rows, H] -> logits [rows, V]."""
