@@ -92,6 +92,10 @@ def test_torch_is_not_loaded_by(package: str) -> None:
 
 
 def test_the_public_names_exist_and_importing_dspark_loads_none_of_them() -> None:
-    code = "import sys, dspark\nassert not [m for m in sys.modules if m.startswith('dspark.')]\nprint(*[getattr(dspark, n) for n in dspark.__all__])"
+    code = (
+        "import sys, dspark\n"
+        "assert not [m for m in sys.modules if m.startswith('dspark.')]\n"
+        "print(*[getattr(dspark, n) for n in dspark.__all__])"
+    )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -56,8 +56,8 @@ def imports_of(path: Path, name: str) -> Iterator[Import]:
                 base = ".".join([*above, base] if base else above)
             yield from (Import(f"{base}.{alias.name}", path, node.lineno) for alias in node.names)
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
-            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-                yield Import(node.args[0].value, path, node.lineno)
+            literals = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+            yield from (Import(literal, path, node.lineno) for literal in literals if isinstance(literal, str))
 
 
 def repository_files() -> list[Path]:
