@@ -111,7 +111,7 @@ def engine_check(
     settings: dict[str, Any],
     overrides: dict[str, Any],
     interpreted: bool = False,
-    tokens: int = 24,
+    tokens: int = 16,
 ) -> str:
     """The engine with `settings` gives the tokens of the engine on the CPU with reference kernels, or differs first at a near-tie."""
     with tempfile.TemporaryDirectory() as folder:
