@@ -143,17 +143,23 @@ def test_a_stopped_run_says_how_to_go_on(server: JobServer, tmp_path: Path) -> N
 
 
 def test_a_second_run_of_one_output_exits_5_and_waits_if_asked(server: JobServer, tmp_path: Path) -> None:
+    """Each run has a directory of its own, for what it prints."""
     write_input(tmp_path)
-    first = server.start(tmp_path, *FLAGS, delay_ms=10)
+    flags = ("../in.jsonl", "../out.jsonl", "--engine", "../engine", "--max-num-seqs", "8")
+    places = [tmp_path / name for name in ("first", "second", "third")]
+    for place in places:
+        place.mkdir()
+    first = server.start(places[0], *flags, delay_ms=200)
     while not (tmp_path / "out.jsonl.journal" / "job.json").exists():
         time.sleep(0.01)
-    second = server.start(tmp_path, *FLAGS)
+    second = server.start(places[1], *flags)
     assert second.wait() == 5
-    assert len(second.stderr.splitlines()) == 1 and "another run (process" in second.stderr
-    third = server.start(tmp_path, *[flag for flag in FLAGS if flag != "--quiet"], "--lock-timeout", "60")
-    assert first.wait() == 3
+    assert len(second.stderr.splitlines()) == 1 and f"another run (process {first.pid})" in second.stderr
+    third = server.start(places[2], *flags, "--lock-timeout", "60")
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 4
     assert third.wait() == 3
-    assert "already done" in third.stderr
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == NUM_RECORDS
 
 
 @pytest.mark.parametrize("mode", MODES)
