@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.converters.mapping import linear_modules, parameter_count
 from dspark.converters.readers.base import CheckpointReader
 from dspark.converters.readers.safetensors import open_safetensors
 from dspark.converters.threads import one_torch_thread
@@ -33,7 +34,7 @@ PROBE_TEXTS = (
     "def add(a, b):\n    return a + b  # 1 + 2 = 3\n\n1. First\n\n2. Second",
     "  two  spaces,\ttabs\r\nand 1234567 digits 3.14",
     "naïve café, Größe, 東京, Привет, שלום, 🙂👍🏽",
-    "{\"key\": [1, -2.5e3, null], 'quoted': \"it's\"}",
+    '{"key": [1, -2.5e3, null], \'quoted\': "it\'s"}',
 )
 PROBE_CHATS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "What is 2 + 2?"}],
@@ -51,7 +52,7 @@ def audit_engine(directory: Path, reader: CheckpointReader) -> dict[str, Any]:
     directory: the engine as written, not yet published. Raises QualityError when a check fails.
     """
     manifest = load_manifest(directory)
-    record = {"logits": audit_logits(directory, manifest), "tokenizer": audit_tokenizer(directory, reader)}
+    record: dict[str, Any] = {"logits": audit_logits(directory, manifest), "tokenizer": audit_tokenizer(directory, reader)}
     logits = record["logits"]
     measured = "max_relative_error" in logits
     record["summary"] = (
@@ -68,13 +69,13 @@ def audit_logits(directory: Path, manifest: EngineManifest) -> dict[str, Any]:
     import torch
 
     config = manifest.model
-    needed = int(parameter_count(manifest) * _BYTES_PER_PARAMETER * _MEMORY_MARGIN)
+    count = parameter_count(config)
+    needed = int(count * _BYTES_PER_PARAMETER * _MEMORY_MARGIN)
     free = int(psutil.virtual_memory().available)
     if needed > free:
         return {"summary": f"not audited: the model in float32 needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"}
     prompts = probe_prompts(directory, config)
-    small = parameter_count(manifest) < _ONE_THREAD_BELOW
-    with torch.inference_mode(), one_torch_thread() if small else nullcontext():
+    with torch.inference_mode(), one_torch_thread() if count < _ONE_THREAD_BELOW else nullcontext():
         expected = _reference_logits(directory, manifest, prompts)
         ours = _engine_logits(directory, prompts)
     worst, agreement = 0.0, []
@@ -94,19 +95,6 @@ def audit_logits(directory: Path, manifest: EngineManifest) -> dict[str, Any]:
         "argmax_agreement": round(sum(agreement) / len(agreement), 6),
         "prompt_tokens": [len(tokens) for tokens in prompts],
     }
-
-
-def parameter_count(manifest: EngineManifest) -> int:
-    """Parameters of the model as if none were quantized."""
-    from dspark.converters.mapping import expected_tensors
-
-    total = 0
-    for shape in expected_tensors(manifest.model).values():
-        count = 1
-        for extent in shape:
-            count *= extent
-        total += count
-    return total
 
 
 def probe_prompts(directory: Path, config: ModelConfig) -> list[list[int]]:
@@ -184,15 +172,9 @@ def dense_state(directory: Path, manifest: EngineManifest) -> dict[str, torch.Te
         assert scheme is not None, module
         zeros = load(f"{module}.zeros") if f"{module}.zeros" in manifest.tensors else None
         scales = load(f"{module}.scales")
-        inputs = _inputs_of(manifest.model, module)
+        inputs = linear_modules(manifest.model)[module][1]
         state[f"{module}.weight"] = Wna16Weight(load(name), scales, zeros, scheme.weight_bits, inputs).dense(torch.float32)
     return state
-
-
-def _inputs_of(config: ModelConfig, module: str) -> int:
-    from dspark.converters.mapping import linear_modules
-
-    return linear_modules(config)[module][1]
 
 
 def audit_tokenizer(directory: Path, reader: CheckpointReader) -> dict[str, Any]:

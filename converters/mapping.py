@@ -5,6 +5,7 @@ The engine's names are Hugging Face's of the Llama family, the same for every fa
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -72,6 +73,11 @@ def map_checkpoint(reader: CheckpointReader, dtype: str = "auto") -> MappedModel
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a model, in order of use."""
     return FAMILIES[config.family].tensors(config)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters of a model as if none were quantized."""
+    return sum(math.prod(shape) for shape in expected_tensors(config).values())
 
 
 def linear_modules(config: ModelConfig) -> dict[str, tuple[int, int]]:

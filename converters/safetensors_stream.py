@@ -6,6 +6,7 @@ and the header is written last, padded with spaces as the format allows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -58,8 +59,9 @@ class SafetensorsStream:
         self._file.close()
 
     def abort(self) -> None:
-        """Close the file as it is."""
-        self._file.close()
+        """Close the file as it is; what the buffer still holds need not reach a full disk."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _append(self, name: str, tensor: torch.Tensor) -> None:
         data = tensor_bytes(tensor)
@@ -74,4 +76,4 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, row-major, without a copy."""
     import torch
 
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

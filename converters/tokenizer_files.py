@@ -1,8 +1,8 @@
 """The tokenizer of an engine: files that give the ids of transformers' AutoTokenizer without its source, and the chat template.
 
-    tokenizer.json          the fast tokenizer exactly as AutoTokenizer runs it, without truncation or padding
-    tokenizer_config.json   special tokens as strings, model_max_length, clean_up_tokenization_spaces
-    chat_template.jinja     the default chat template, when there is one
+tokenizer.json          the fast tokenizer exactly as AutoTokenizer runs it, without truncation or padding
+tokenizer_config.json   special tokens as strings, model_max_length, clean_up_tokenization_spaces
+chat_template.jinja     the default chat template, when there is one
 """
 
 from __future__ import annotations

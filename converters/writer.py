@@ -23,7 +23,7 @@ import xxhash
 
 from dspark.converters.safetensors_stream import SafetensorsStream, tensor_bytes
 from dspark.converters.tokenizer_files import TokenizerBundle
-from dspark.runtime.spec.errors import UsageError
+from dspark.runtime.spec.errors import MachineError, UsageError
 from dspark.runtime.spec.manifest import MANIFEST_NAME, SHARD_PATTERN, EngineManifest, TensorRecord
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.quant import QuantConfig
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 2 * 10**9
 _HASH_BLOCK = 1 << 20
+_DISK_ERRORS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "a file may not grow further"}
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
@@ -40,7 +41,8 @@ class EngineWriter:
     """Use as a context manager: `add` every tensor, then `finish` writes the manifest and `publish` puts the directory in place.
 
     Leaving the block without `publish` removes what was written. names: every tensor that may be added.
-    Raises UsageError when the target exists (without `force`), or is something that dspark did not make (even with it).
+    Raises UsageError when the target exists (without `force`), or is something that dspark did not make (even with it); MachineError
+    when the disk is full.
     """
 
     def __init__(self, target: str | Path, names: Iterable[str], force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
@@ -64,6 +66,9 @@ class EngineWriter:
         if self._stream is not None:
             self._stream.abort()
         shutil.rmtree(self.directory, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            what = f"'{self.target}' cannot be written: {_DISK_ERRORS[error.errno]}"
+            raise MachineError(what, "make room or name a directory on another disk; nothing was left behind") from error
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor; a new shard begins when this one would grow past its size."""

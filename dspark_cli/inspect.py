@@ -74,18 +74,12 @@ def checkpoint_facts(path: Path) -> dict[str, Any]:
 
 def model_facts(config: ModelConfig) -> dict[str, Any]:
     """Family, shape and memory need. kv_bytes_per_token: keys and values of one token in every layer, in the model's dtype."""
-    from dspark.runtime.models.base import decoder_tensors
+    from dspark.converters.mapping import parameter_count
 
-    parameters = 0
-    for shape in decoder_tensors(config).values():
-        count = 1
-        for extent in shape:
-            count *= extent
-        parameters += count
     heads = f"{config.num_heads} heads, {config.num_kv_heads} key/value heads, head size {config.head_dim}"
     return {
         "family": config.family,
-        "parameters": parameters,
+        "parameters": parameter_count(config),
         "layers": config.num_layers,
         "shape": f"hidden {config.hidden_size}, inner {config.intermediate_size}, {heads}, vocabulary {config.vocab_size}",
         "context": config.max_position,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-from dspark.runtime.spec.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +24,7 @@ class TensorInfo:
 
     @property
     def num_elements(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
 
 class CheckpointReader(Protocol):
@@ -63,13 +59,6 @@ class CheckpointReader(Protocol):
 
     def files(self) -> list[Path]:
         """Files that the engine derives from, for the lineage."""
-
-
-def require_float(tensors: dict[str, TensorInfo]) -> None:
-    """Raise InputError naming every tensor that is not a plain float one."""
-    bad = [f"{name} ({info.dtype})" for name, info in tensors.items() if info.dtype not in FLOAT_DTYPES]
-    if bad:
-        raise InputError(f"tensors of a type that no weight has: {summarize(bad)}", f"supported: {', '.join(FLOAT_DTYPES)}")
 
 
 def summarize(names: list[str], limit: int = 20) -> str:

@@ -15,9 +15,7 @@ from typing import Any
 from dspark.converters.tokenizer_files import TokenizerBundle
 from dspark.runtime.spec.errors import InputError, UnsupportedError
 
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _CONTROL, _UNKNOWN, _USER_DEFINED = 3, 2, 4
 _INSTEAD = "convert the model's Hugging Face checkpoint"
@@ -111,8 +109,8 @@ def _build(tokens: list[str], merges: list[str], types: list[int], pre: _Pre, pa
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens) or len(types) != len(tokens):
         raise InputError(f"'{path}' has a token list with repeats, or another number of token types", "download it again")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    broken = [pair for pair in pairs if len(pair) != 2 or not all(part in vocabulary for part in pair)]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    broken = [pair for pair in pairs if not all(part in vocabulary for part in pair)]
     if broken:
         raise InputError(f"'{path}' has merges of tokens that are not in its vocabulary, such as {broken[0]}", "download it again")
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=pre.ignore_merges))
