@@ -54,18 +54,16 @@ $(VENV)/.dspark-tools: $(VENV)/.dspark-installed
 
 # ------------------------------------------------------------------------------------------------------------------ demo
 
-demo/engine/engine.json: $(VENV)/.dspark-installed
+demo/engine/engine.json: | $(VENV)/.dspark-installed
 	@echo "== dspark convert: the sample model's GGUF file -> demo/engine"
 	@mkdir -p demo
 	@$(VENV)/bin/dspark convert "$$($(PY) samples/sample_model.py)" demo/engine --force
-	@touch $@
 
 demo/engine-w8a16/engine.json: demo/engine/engine.json
 	@echo "== dspark quantize: demo/engine -> demo/engine-w8a16"
 	@$(VENV)/bin/dspark quantize demo/engine demo/engine-w8a16 --scheme w8a16 --force
-	@touch $@
 
-demo: demo/engine-w8a16/engine.json
+demo: $(VENV)/.dspark-installed demo/engine-w8a16/engine.json
 	@echo "== dspark generate: samples/chat.jsonl -> demo/out.jsonl"
 	@$(VENV)/bin/dspark generate samples/chat.jsonl demo/out.jsonl --engine demo/engine-w8a16 --max-tokens 64 --metrics demo/metrics.json
 	@$(PY) samples/show_answers.py samples/chat.jsonl demo/out.jsonl --first 3 --metrics demo/metrics.json
@@ -99,7 +97,7 @@ docs: $(VENV)/.dspark-tools
 
 # ------------------------------------------------------------------------------------------------------------ measurements
 
-bench: demo/engine/engine.json
+bench: $(VENV)/.dspark-installed demo/engine/engine.json
 	@mkdir -p benchmarks/results
 	@$(PY) benchmarks/cpu.py --engine demo/engine $(BENCH_ARGS)
 

@@ -63,11 +63,11 @@ def test_the_configuration_of_the_sample_directory_has_known_keys() -> None:
     assert not [key for key in document if key.replace("-", "_") not in known]
 
 
-def test_every_sample_is_described_and_nothing_else() -> None:
+def test_every_sample_is_described() -> None:
+    """And only those: a run inside the directory leaves answers and metrics there."""
     described = (SAMPLES / "README.md").read_text(encoding="utf-8")
-    assert not [
-        path.name for path in SAMPLES.iterdir() if path.is_file() and path.name != "README.md" and f"`{path.name}`" not in described
-    ]
+    samples = ["chat.jsonl", *(path.name for path in SAMPLES.iterdir() if path.suffix in (".py", ".sh", ".toml"))]
+    assert not [name for name in samples if f"`{name}`" not in described]
 
 
 @HAS_MODEL
