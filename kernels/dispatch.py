@@ -12,7 +12,19 @@ from typing import Any
 
 from dspark.kernels.facts import KernelFacts
 
-OPS = ("rms_norm", "add_rms_norm", "rope_store_kv", "paged_attention", "silu_and_mul", "copy_blocks", "make_dense_linear", "make_wna16_linear")
+OPS = (
+    "rms_norm",
+    "add_rms_norm",
+    "rope_store_kv",
+    "paged_attention",
+    "silu_and_mul",
+    "copy_blocks",
+    "make_dense_linear",
+    "make_wna16_linear",
+)
+
+CACHE_OPS = ("rope_store_kv", "paged_attention", "copy_blocks")
+"""Ops that share the KV cache. Its inner layout is the implementation's own, so one implementation takes all of them or none."""
 
 _ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope_store_kv", "silu_and_mul", "copy_blocks")
 _MODULES: dict[str, dict[str, str]] = {
@@ -72,6 +84,9 @@ def select(op: str, facts: KernelFacts, choice: str = "auto") -> Selection:
     declined: dict[str, str] = {}
     for candidate in CHOICES[choice]:
         reason = decline_reason(candidate, op, facts)
+        if reason is None and op in CACHE_OPS:
+            others = {other: decline_reason(candidate, other, facts) for other in CACHE_OPS}
+            reason = next((f"does not take {other}, which shares the cache: it {why}" for other, why in others.items() if why), None)
         if reason is None:
             return Selection(op, candidate, getattr(import_module(_MODULES[candidate][op]), op), declined)
         declined[candidate] = reason

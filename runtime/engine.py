@@ -149,11 +149,15 @@ class Engine:
             raise RequestError("the prompt has no tokens, at least 1 is needed", "empty_prompt", "prompt")
         if prompt_len >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {prompt_len} tokens, the context holds {self.max_model_len} with the answer", "context_length_exceeded", "prompt"
+                f"the prompt has {prompt_len} tokens, the context holds {self.max_model_len} with the answer",
+                "context_length_exceeded",
+                "prompt",
             )
         if max(request.prompt_token_ids) >= self.vocab_size or min(request.prompt_token_ids) < 0:
             raise RequestError(f"a token id of the prompt is not below the vocabulary's {self.vocab_size}", "invalid_token", "prompt")
-        longest = self.max_model_len if request.params.max_tokens is None else min(prompt_len + request.params.max_tokens, self.max_model_len)
+        longest = (
+            self.max_model_len if request.params.max_tokens is None else min(prompt_len + request.params.max_tokens, self.max_model_len)
+        )
         needed = self.kv.blocks_for(longest)
         if needed > self.kv.num_blocks:
             raise RequestError(

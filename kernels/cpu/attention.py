@@ -130,7 +130,9 @@ def _attend(q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens
                     _softmax(scores[r * scratch_len : r * scratch_len + high - low], begin - low, limit - low)
                 acc[:] = np.float32(0.0)
                 if row0 + ROW_TILE >= num_rows and t + num_workers < tasks.shape[0]:
-                    _prefetch_first_keys(k_flat, tasks[t + num_workers], query_start, context_lens, tables, block_size, page, block_elements, window)
+                    _prefetch_first_keys(
+                        k_flat, tasks[t + num_workers], query_start, context_lens, tables, block_size, page, block_elements, window
+                    )
                 for position in range(low, high, block_size):
                     offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements
                     num_keys = min(block_size, high - position)

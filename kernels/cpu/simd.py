@@ -200,7 +200,9 @@ def _values_intrinsic(num_rows: int, num_vectors: int):
 
     @intrinsic
     def values(typingctx, probs, p_offset, p_stride, stored, v_offset, v_stride, num_keys, out, out_offset, out_stride):
-        signature = types.void(probs, types.int64, types.int64, stored, types.int64, types.int64, types.int64, out, types.int64, types.int64)
+        signature = types.void(
+            probs, types.int64, types.int64, stored, types.int64, types.int64, types.int64, out, types.int64, types.int64
+        )
 
         def codegen(context, builder, sig, args):
             p_v, p_off, p_str, v_v, v_off, v_str, keys, out_v, out_off, out_str = args

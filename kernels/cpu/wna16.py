@@ -1,8 +1,8 @@
 """Products of a few rows with 4- and 8-bit weights, computed from the codes: at one row a step is bound by reading the weights, so a
 quarter of the bytes is (up to) four times the speed.
 
-Layout, made at load: panels of 16 outputs, `uint8 [N / 16, rows of K, 16]`, so that one vector holds one input's codes for 16 outputs. With 4
-bits a byte holds two inputs' codes, the even one low. The product is
+Layout, made at load: panels of 16 outputs, `uint8 [N / 16, rows of K, 16]`, so that one vector holds one input's codes for 16 outputs.
+With 4 bits a byte holds two inputs' codes, the even one low. The product is
 
     y[m, n] = sum over groups g of scale[g, n] * (sum over k in g of code[k, n] * x[m, k] - zero[g, n] * sum over k in g of x[m, k])
 
@@ -59,7 +59,11 @@ def _group_intrinsic(num_rows: int, bits: int):
                 for lane in range(per_byte):
                     code = raw
                     if bits == 4:
-                        code = builder.lshr(raw, ir.Constant(WIDE, [4] * LANES)) if lane else builder.and_(raw, ir.Constant(WIDE, [15] * LANES))
+                        code = (
+                            builder.lshr(raw, ir.Constant(WIDE, [4] * LANES))
+                            if lane
+                            else builder.and_(raw, ir.Constant(WIDE, [15] * LANES))
+                        )
                     value = builder.sitofp(code, VECTOR)
                     index = builder.add(builder.mul(byte, I64(per_byte)), I64(lane))
                     for r in range(num_rows):
@@ -134,7 +138,9 @@ def _product(x, panels, scales, zeros, bits, num_workers, out):
                 totals[:] = np.float32(0.0)
                 for g in range(num_groups):
                     offset = (panel * num_bytes + g * group_bytes) * lanes
-                    _group_sums(bits, tile, flat_panels, offset, flat_x, row0 * num_inputs + g * group_inputs, num_inputs, group_bytes, sums)
+                    _group_sums(
+                        bits, tile, flat_panels, offset, flat_x, row0 * num_inputs + g * group_inputs, num_inputs, group_bytes, sums
+                    )
                     scale, zero = scales[g, panel * lanes : panel * lanes + lanes], zeros[g, panel * lanes : panel * lanes + lanes]
                     for r in range(tile):
                         shift = input_sums[row0 + r, g]

@@ -22,7 +22,8 @@ def paged_attention(
         rows = slice(starts[i], starts[i + 1])
         num_queries = rows.stop - rows.start
         blocks = batch.block_tables[i, : -(-context_len // block_size)].long()
-        keys, values = (cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim)[:context_len].float() for cache in (k_cache, v_cache))
+        pages = (cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim) for cache in (k_cache, v_cache))
+        keys, values = (page[:context_len].float() for page in pages)
         queries = q[rows].float().view(num_queries, num_kv_heads, group, head_dim)
         scores = torch.einsum("qhgd,khd->hgqk", queries, keys) * scale
         query_pos = torch.arange(context_len - num_queries, context_len, device=q.device)[:, None]
@@ -32,4 +33,4 @@ def paged_attention(
             hidden |= key_pos <= query_pos - window
         probs = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
         out[rows] = torch.einsum("hgqk,khd->qhgd", probs, values).reshape(num_queries, num_heads, head_dim).to(q.dtype)
-    return out.view(out.shape[0], -1)
+    return out.flatten(1)

@@ -49,9 +49,8 @@ def rope_store_kv(
 
     qkv [T, (num_heads + 2 * num_kv_heads) * D]; caches [num_blocks, num_kv_heads, block_size, D]; slot_mapping int64 [T].
     """
-    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-    num_tokens = qkv.shape[0]
-    q, k, v = qkv.view(num_tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    q, k, v = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)

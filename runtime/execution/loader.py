@@ -39,7 +39,9 @@ class EngineWeights:
         self._left.discard(name)
         tensor = self._shard(record.shard).get_tensor(name)  # type: ignore[attr-defined]
         if tuple(tensor.shape) != record.shape:
-            raise InputError(f"tensor '{name}' has shape {list(tensor.shape)}, the manifest says {list(record.shape)}", "convert the checkpoint again")
+            raise InputError(
+                f"tensor '{name}' has shape {list(tensor.shape)}, the manifest says {list(record.shape)}", "convert the checkpoint again"
+            )
         if tensor.is_floating_point() and not name.endswith(".scales"):
             tensor = tensor.to(self._dtype)
         return tensor.to(self._device)

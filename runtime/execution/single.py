@@ -27,7 +27,9 @@ def usable_cores() -> int:
 class SingleExecutor:
     """Loads the model, allocates the KV pool, runs plans."""
 
-    def __init__(self, engine_dir: Path, manifest: EngineManifest, config: EngineConfig, max_model_len: int, record_gaps: bool, interpreted: bool) -> None:
+    def __init__(
+        self, engine_dir: Path, manifest: EngineManifest, config: EngineConfig, max_model_len: int, record_gaps: bool, interpreted: bool
+    ) -> None:
         self.device = resolve_device(config.device)
         self.threads = config.threads or usable_cores()
         set_threads(self.threads)

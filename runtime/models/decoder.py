@@ -30,7 +30,9 @@ class DecoderLayer:
 class Decoder:
     """A loaded model. forward: token ids -> hidden states; logits: hidden states of the rows that draw a token -> logits."""
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, embedding: torch.Tensor, layers: list[DecoderLayer], norm: torch.Tensor, head: LinearFn) -> None:
+    def __init__(
+        self, config: ModelConfig, kernels: Kernels, embedding: torch.Tensor, layers: list[DecoderLayer], norm: torch.Tensor, head: LinearFn
+    ) -> None:
         self.config = config
         self.kernels = kernels
         self.embedding = embedding

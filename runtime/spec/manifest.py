@@ -79,7 +79,10 @@ def load_manifest(directory: str | Path) -> EngineManifest:
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"'{path}' is damaged ({error})", "convert the checkpoint again") from error
     if version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
-        raise InputError(f"'{path}' has schema {version}, this dspark reads {SCHEMA_VERSION.split('.')[0]}.x", "install a dspark that reads it, or convert again")
+        raise InputError(
+            f"'{path}' has schema {version}, this dspark reads {SCHEMA_VERSION.split('.')[0]}.x",
+            "install a dspark that reads it, or convert again",
+        )
     try:
         return EngineManifest(
             model=ModelConfig.from_json(data["model"]),

@@ -28,14 +28,18 @@ class SamplingParams:
     top_p: float = option(1.0, "keep the smallest set of tokens with this probability together", "float", 0.0, 1.0, True)
     min_p: float = option(0.0, "drop tokens less likely than this fraction of the most likely one", "float", 0.0, 1.0)
     n: int = option(1, "number of answers", "int", 1, 128)
-    seed: int | None = option(None, "the request's own random stream; without it the stream follows from the job seed and the line", "int", 0, SEED_MAX)
+    seed: int | None = option(
+        None, "the request's own random stream; without it the stream follows from the job seed and the line", "int", 0, SEED_MAX
+    )
     stop: tuple[str, ...] = option((), "texts that end the answer (not part of it)", "strings")
     stop_token_ids: tuple[int, ...] = option((), "token ids that end the answer", "ints")
     include_stop_str_in_output: bool = option(False, "keep the stop text in the answer", "bool")
     skip_special_tokens: bool = option(True, "leave special tokens out of the text", "bool")
     presence_penalty: float = option(0.0, "subtracted once from tokens already generated", "float", -2.0, 2.0)
     frequency_penalty: float = option(0.0, "subtracted per occurrence from tokens already generated", "float", -2.0, 2.0)
-    repetition_penalty: float = option(1.0, "divides (multiplies, when negative) the logits of tokens of prompt and answer", "float", 0.0, None, True)
+    repetition_penalty: float = option(
+        1.0, "divides (multiplies, when negative) the logits of tokens of prompt and answer", "float", 0.0, None, True
+    )
     logit_bias: tuple[tuple[int, float], ...] = option((), "token id to number added to its logit", "bias")
     ignore_eos: bool = option(False, "go on after an end-of-text token", "bool")
 
@@ -70,7 +74,11 @@ def _bounds(meta: Any, what: str) -> str:
 
 def _number(name: str, value: Any, meta: Any, what: str) -> Any:
     low, high = meta["low"], meta["high"]
-    if not math.isfinite(value) or (low is not None and (value < low or (meta["low_open"] and value == low))) or (high is not None and value > high):
+    if (
+        not math.isfinite(value)
+        or (low is not None and (value < low or (meta["low_open"] and value == low)))
+        or (high is not None and value > high)
+    ):
         raise _fail(name, value, _bounds(meta, what))
     return value
 

@@ -96,3 +96,13 @@ def test_deterministic_linear_gives_a_row_the_same_bits_in_any_batch(dtype: torc
     whole = linear(x)
     for start, stop in [(0, 1), (3, 10), (64, 129), (149, 150)]:
         assert torch.equal(linear(x[start:stop]), whole[start:stop])
+
+
+def test_ops_that_share_the_cache_come_from_one_implementation() -> None:
+    """The CPU kernels keep keys dimension-major: a reference attention over such pages would read nonsense."""
+    from dspark.kernels.dispatch import CACHE_OPS, select
+    from dspark.kernels.facts import KernelFacts
+
+    for head_dim, block_size, dtype in [(64, 16, torch.float32), (40, 16, torch.float32), (64, 8, torch.bfloat16), (64, 16, torch.float16)]:
+        facts = KernelFacts("cpu", dtype, head_dim, 4, 2, block_size)
+        assert len({select(op, facts).taken for op in CACHE_OPS}) == 1

@@ -23,9 +23,9 @@ def module(**functions: Any) -> ModuleType:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """One op, `paged_attention`, with a fake module for each candidate."""
-    modules = {name: module(paged_attention=f"{name} function") for name in ("triton", "cpu", "reference")}
-    monkeypatch.setattr(dispatch, "_MODULES", {name: {"paged_attention": name} for name in modules})
+    """One op, `silu_and_mul`, with a fake module for each candidate."""
+    modules = {name: module(silu_and_mul=f"{name} function") for name in ("triton", "cpu", "reference")}
+    monkeypatch.setattr(dispatch, "_MODULES", {name: {"silu_and_mul": name} for name in modules})
     monkeypatch.setattr(dispatch, "import_module", modules.__getitem__)
     return modules
 
@@ -38,18 +38,18 @@ def test_every_op_has_a_reference() -> None:
 
 
 def test_first_candidate_that_accepts_is_taken(fakes: dict[str, ModuleType]) -> None:
-    selection = dispatch.select("paged_attention", facts())
+    selection = dispatch.select("silu_and_mul", facts())
     assert (selection.taken, selection.function) == ("cpu", "cpu function")
     assert selection.declined == {"triton": "needs a GPU, the device is cpu"}
 
 
 def test_on_a_gpu_triton_comes_first(fakes: dict[str, ModuleType]) -> None:
-    selection = dispatch.select("paged_attention", facts("cuda"))
+    selection = dispatch.select("silu_and_mul", facts("cuda"))
     assert (selection.taken, selection.declined) == ("triton", {})
 
 
 def test_under_the_interpreter_triton_runs_on_the_cpu(fakes: dict[str, ModuleType]) -> None:
-    assert dispatch.select("paged_attention", facts(interpreted=True)).taken == "triton"
+    assert dispatch.select("silu_and_mul", facts(interpreted=True)).taken == "triton"
 
 
 def test_reasons_are_kept_in_the_order_asked(fakes: dict[str, ModuleType]) -> None:
@@ -60,15 +60,15 @@ def test_reasons_are_kept_in_the_order_asked(fakes: dict[str, ModuleType]) -> No
         return "not today"
 
     fakes["triton"].__dict__["supports"] = supports
-    selection = dispatch.select("paged_attention", facts("cuda"))
+    selection = dispatch.select("silu_and_mul", facts("cuda"))
     assert selection.taken == "reference"
     assert list(selection.declined.items()) == [("triton", "not today"), ("cpu", "needs the CPU, the device is cuda")]
-    assert asked == [("paged_attention", 64)]
+    assert asked == [("silu_and_mul", 64)]
 
 
 def test_a_module_without_the_function_declines(fakes: dict[str, ModuleType]) -> None:
-    del fakes["cpu"].__dict__["paged_attention"]
-    selection = dispatch.select("paged_attention", facts())
+    del fakes["cpu"].__dict__["silu_and_mul"]
+    selection = dispatch.select("silu_and_mul", facts())
     assert (selection.taken, selection.declined["cpu"]) == ("reference", "has no such kernel")
 
 
@@ -80,12 +80,12 @@ def test_a_candidate_that_raises_is_an_error(fakes: dict[str, ModuleType]) -> No
 
     fakes["cpu"].__dict__["supports"] = supports
     with pytest.raises(RuntimeError, match="broken"):
-        dispatch.select("paged_attention", facts())
+        dispatch.select("silu_and_mul", facts())
 
 
 def test_the_choice_limits_the_candidates(fakes: dict[str, ModuleType]) -> None:
-    assert dispatch.select("paged_attention", facts(), "reference").taken == "reference"
-    assert list(dispatch.select("paged_attention", facts(), "triton").declined) == ["triton"]  # the CPU kernels are not asked
+    assert dispatch.select("silu_and_mul", facts(), "reference").taken == "reference"
+    assert list(dispatch.select("silu_and_mul", facts(), "triton").declined) == ["triton"]  # the CPU kernels are not asked
 
 
 def test_unknown_names_are_programming_errors() -> None:
@@ -98,8 +98,8 @@ def test_unknown_names_are_programming_errors() -> None:
 
 
 def test_candidates_end_with_the_reference(fakes: dict[str, ModuleType]) -> None:
-    assert dispatch.candidates("paged_attention") == ["triton", "cpu", "reference"]
-    assert dispatch.implementation("cpu", "paged_attention") == "cpu function"
+    assert dispatch.candidates("silu_and_mul") == ["triton", "cpu", "reference"]
+    assert dispatch.implementation("cpu", "silu_and_mul") == "cpu function"
 
 
 def test_explain_names_every_op_and_reason() -> None:
