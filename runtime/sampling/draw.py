@@ -1,4 +1,8 @@
-"""The compiled inner loops of the sampler (host rows). Each is tested against `filters.probabilities` and `rng.exponential_noise`."""
+"""The compiled inner loops of the sampler (host rows). Each is tested against `filters.probabilities` and `rng.exponential_noise`.
+
+What makes them vectorise: slices with loops from 0, maxima and counts over the integers that float32 bit patterns are, sums in float64
+that may be reordered by the compiler (but not by anything at run time: a row's result depends on that row alone).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit, prange
 
+from dspark.kernels.cpu.simd import bits_float, exp_approx, float_bits
 from dspark.runtime.sampling.rng import GAMMA, MIX_1, MIX_2, U_MAX
 
 if TYPE_CHECKING:
@@ -15,28 +20,46 @@ if TYPE_CHECKING:
 _GAMMA, _MIX_1, _MIX_2 = np.uint64(GAMMA), np.uint64(MIX_1), np.uint64(MIX_2)
 _U_MAX = np.float32(U_MAX)
 _CHUNK = 1024
+_INFINITY_BITS = np.int32(0x7F800000)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_ONE_BITS = np.int32(0x3F800000)
+_ENOUGH = 128  # tokens around a cut that are sorted rather than told apart by one more pass
+
+
+@njit
+def _top(values):
+    """The largest of a float32 slice (-inf of none), and whether it holds a NaN."""
+    best = np.int32(-0x7F800001)
+    largest = np.int32(0)
+    for i in range(values.shape[0]):
+        bits = np.int32(float_bits(values[i]))
+        magnitude = bits & _MAGNITUDE
+        largest = max(largest, magnitude)
+        best = max(best, bits ^ ((bits >> np.int32(31)) & _MAGNITUDE))  # ordered as the floats are
+    return bits_float(np.uint32(best ^ ((best >> np.int32(31)) & _MAGNITUDE))), largest > _INFINITY_BITS
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def argmax_rows(logits):
-    """float32 [rows, V] -> int64 [rows]: the largest, the lowest id among equals. NaN never wins."""
+    """float32 [rows, V] -> int64 [rows]: the largest, the lowest id among equals; -1 where it is not finite or a NaN is in the row."""
     num_rows, vocab_size = logits.shape
-    best = np.zeros(num_rows, np.int64)
+    tokens = np.empty(num_rows, np.int64)
     for row in prange(num_rows):
         values = logits[row]
-        top = np.float32(-np.inf)
+        top, top_start, is_bad = np.float32(-np.inf), 0, False
         for start in range(0, vocab_size, _CHUNK):
-            stop = min(start + _CHUNK, vocab_size)
-            chunk_top = np.float32(-np.inf)
-            for v in range(start, stop):
-                chunk_top = max(chunk_top, values[v])
+            chunk_top, has_nan = _top(values[start : start + _CHUNK])
+            is_bad |= has_nan
             if chunk_top > top:
-                top = chunk_top
-                for v in range(start, stop):
-                    if values[v] == top:
-                        best[row] = v
-                        break
-    return best
+                top, top_start = chunk_top, start
+        tokens[row] = -1
+        if not is_bad and np.isfinite(top):
+            chunk = values[top_start : top_start + _CHUNK]
+            for i in range(chunk.shape[0]):
+                if chunk[i] == top:
+                    tokens[row] = top_start + i
+                    break
+    return tokens
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -44,126 +67,172 @@ def top2_gaps(logits, tokens):
     """Largest minus second largest logit of each row: float32 [rows]."""
     gaps = np.empty(logits.shape[0], np.float32)
     for row in range(logits.shape[0]):
-        second = np.float32(-np.inf)
-        for v in range(logits.shape[1]):
-            if v != tokens[row]:
-                second = max(second, logits[row, v])
-        gaps[row] = logits[row, tokens[row]] - second
+        values, token = logits[row], tokens[row]
+        gaps[row] = values[token] - max(_top(values[:token])[0], _top(values[token + 1 :])[0])
     return gaps
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _uniform(key, token):
-    """The number u in (0, 1) of one token (see rng)."""
-    z = key + np.uint64(token + 1) * _GAMMA
-    z = (z ^ (z >> np.uint64(30))) * _MIX_1
-    z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    z = z ^ (z >> np.uint64(31))
-    return min(np.float32((np.float64(z >> np.uint64(32)) + 0.5) * 2.0**-32), _U_MAX)
+@njit
+def _uniforms(key, start, out):
+    """The numbers u in (0, 1) of the tokens from `start` on (see rng)."""
+    base = key + np.uint64(start + 1) * _GAMMA
+    for i in range(out.shape[0]):
+        z = base + np.uint64(i) * _GAMMA
+        z = (z ^ (z >> np.uint64(30))) * _MIX_1
+        z = (z ^ (z >> np.uint64(27))) * _MIX_2
+        z = z ^ (z >> np.uint64(31))
+        out[i] = min(np.float32((np.float64(np.uint32(z >> np.uint64(32))) + 0.5) * 2.0**-32), _U_MAX)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _candidates(probs, top_k, top_p):
-    """Token ids that top-k and top-p keep, from likely to unlikely, equal ones by id.
+@njit
+def _weights(logits, top, inverse, out):
+    """e ** ((logit - top) / temperature): probabilities but for their sum; the top token has exactly 1."""
+    for i in range(out.shape[0]):
+        out[i] = exp_approx((logits[i] - top) * inverse)
 
-    Only tokens above a falling threshold are sorted: the threshold falls until enough of them are there.
-    """
-    vocab_size = probs.shape[0]
-    wanted = top_k if 0 < top_k < vocab_size else vocab_size
+
+@njit
+def _count_from(weights, bits):
+    """How many weights have at least this bit pattern (the order of positive floats is that of their bits)."""
+    count = np.int32(0)
+    for i in range(weights.shape[0]):
+        count += np.int32(np.int32(float_bits(weights[i])) >= bits)
+    return np.int64(count)
+
+
+@njit(fastmath={"reassoc"})
+def _mass_from(weights, bits):
+    """Sum of the weights that have at least this bit pattern."""
+    least = bits_float(np.uint32(bits))
     total = 0.0
-    threshold = np.float32(0.0)
-    for v in range(vocab_size):
-        threshold = max(threshold, probs[v])
-    while True:
-        threshold = threshold / np.float32(16.0) if threshold > np.float32(1e-30) else np.float32(0.0)
-        count = 0
-        mass = 0.0
-        for v in range(vocab_size):
-            if probs[v] >= threshold:
-                count += 1
-                mass += probs[v]
-        # with top-k the mass is relative to the k best, which is at most the mass of these
-        if count >= wanted or (wanted == vocab_size and mass >= top_p * 1.0001) or threshold == 0.0:
-            break
+    for i in range(weights.shape[0]):
+        total += np.float64(weights[i] if weights[i] >= least else np.float32(0.0))
+    return total
+
+
+@njit
+def _between(weights, low, high, count):
+    """The `count` token ids whose weights have bit patterns low .. high - 1, from likely to unlikely, equal ones by id."""
     ids = np.empty(count, np.int64)
-    i = 0
-    for v in range(vocab_size):
-        if probs[v] >= threshold:
-            ids[i] = v
-            i += 1
-    ids = ids[np.argsort(-probs[ids], kind="mergesort")]
-    ids = ids[: min(count, wanted)]
-    if top_p < 1.0:
-        if wanted == vocab_size:
-            for v in range(vocab_size):
-                total += probs[v]
-        else:
-            for j in range(ids.shape[0]):
-                total += probs[ids[j]]
-        before = 0.0
-        keep = 0
-        for j in range(ids.shape[0]):
-            if before >= top_p * total:
-                break
-            before += probs[ids[j]]
-            keep += 1
-        ids = ids[:keep]
-    return ids
+    n = 0
+    for start in range(0, weights.shape[0], _CHUNK):
+        chunk = weights[start : start + _CHUNK]
+        if _count_from(chunk, low) == 0:
+            continue
+        for i in range(chunk.shape[0]):
+            bits = np.int32(float_bits(chunk[i]))
+            if low <= bits < high:
+                ids[n] = start + i
+                n += 1
+    if high - low == 1:
+        return ids  # all equal
+    return ids[np.argsort(-weights[ids], kind="mergesort")]
+
+
+@njit
+def _keep_mass(weights, ids, before, target):
+    """How many of the ids are kept when a token is dropped once those before it have the target mass."""
+    for j in range(ids.shape[0]):
+        if before >= target:
+            return j
+        before += weights[ids[j]]
+    return ids.shape[0]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _draw_row(logits, temperature, top_k, top_p, min_p, key):
-    """One token of a float32 row [V]."""
+def _cut(weights, top_k, top_p):
+    """What top-k and then top-p keep: all weights from a bit pattern on, and these ids below it.
+
+    The cut is bracketed between two bit patterns by bisection; only what lies between them is sorted.
+    """
+    least, extra = np.int32(1), np.empty(0, np.int64)
+    if 0 < top_k < weights.shape[0]:
+        low, high = np.int32(1), _ONE_BITS + np.int32(1)
+        count_low, count_high = _count_from(weights, low), np.int64(0)
+        if count_low > top_k:
+            while high - low > 1 and count_low - count_high > _ENOUGH:
+                middle = low + (high - low) // np.int32(2)
+                count = _count_from(weights, middle)
+                if count >= top_k:
+                    low, count_low = middle, count
+                else:
+                    high, count_high = middle, count
+            least, extra = high, _between(weights, low, high, count_low - count_high)[: top_k - count_high]
+    if top_p < 1.0:
+        mass = _mass_from(weights, least)
+        total = mass
+        for j in range(extra.shape[0]):
+            total += weights[extra[j]]
+        target = max(top_p * total, 1e-300)
+        if mass < target:
+            return least, extra[: _keep_mass(weights, extra, mass, target)]
+        low, high = least, _ONE_BITS + np.int32(1)
+        while high - low > 1:
+            middle = low + (high - low) // np.int32(2)
+            mass = _mass_from(weights, middle)
+            if mass >= target:
+                low = middle
+            else:
+                high = middle
+            if high - low < 1 << 22 and _count_from(weights, low) - _count_from(weights, high) <= _ENOUGH:
+                break
+        extra = _between(weights, low, high, _count_from(weights, low) - _count_from(weights, high))
+        least, extra = high, extra[: _keep_mass(weights, extra, _mass_from(weights, high), target)]
+    return least, extra
+
+
+@njit
+def _num_candidates(uniforms, weights, floor, best_race):
+    """How many tokens may win the race. E >= u, so a token with u >= weight * best cannot."""
+    count = np.int32(0)
+    for i in range(uniforms.shape[0]):
+        count += np.int32((weights[i] >= floor) & (uniforms[i] < weights[i] * best_race))
+    return count
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _draw_row(logits, top, temperature, top_k, top_p, min_p, key):
+    """One token of a float32 row [V] with the largest logit `top`."""
     vocab_size = logits.shape[0]
-    top = np.float32(-np.inf)
-    for v in range(vocab_size):
-        top = max(top, logits[v])
-    inverse = np.float32(1.0) / temperature
-    probs = np.empty(vocab_size, np.float32)
-    total = 0.0
-    for v in range(vocab_size):
-        probs[v] = np.exp((logits[v] - top) * inverse)
-    for v in range(vocab_size):
-        total += probs[v]
-    scale = np.float32(1.0 / total)
-    for v in range(vocab_size):
-        probs[v] *= scale
-    floor = np.float32(min_p) * scale if min_p > 0.0 else np.float32(0.0)
+    weights = np.empty(vocab_size, np.float32)
+    _weights(logits, top, np.float32(1.0) / temperature, weights)
+    min_weight = np.float32(min_p)
+    floor = max(min_weight, bits_float(np.uint32(1)))
+    extra = np.empty(0, np.int64)
+    if 0 < top_k < vocab_size or top_p < 1.0:
+        least, extra = _cut(weights, top_k, top_p)
+        floor = max(floor, bits_float(np.uint32(least)))
     best = -1
     best_race = np.float32(np.inf)
-    if (0 < top_k < vocab_size) or top_p < 1.0:
-        ids = _candidates(probs, top_k, top_p)
-        for j in range(ids.shape[0]):
-            v = ids[j]
-            p = probs[v]
-            if p >= floor and p > 0.0:
-                race = -np.log1p(-_uniform(key, v)) / p
-                if race < best_race or (race == best_race and v < best):
-                    best_race, best = race, v
-        return best
-    uniform = np.empty(_CHUNK, np.float32)
+    uniforms = np.empty(_CHUNK, np.float32)
     for start in range(0, vocab_size, _CHUNK):
-        stop = min(start + _CHUNK, vocab_size)
-        for v in range(start, stop):
-            uniform[v - start] = _uniform(key, v)
-        for v in range(start, stop):
-            p = probs[v]
-            # E >= u, so a token with u >= p * best cannot win: the logarithm is taken for a few tokens only
-            if p >= floor and p > 0.0 and (best < 0 or uniform[v - start] < p * best_race):
-                race = -np.log1p(-uniform[v - start]) / p
+        chunk = weights[start : start + _CHUNK]
+        u = uniforms[: chunk.shape[0]]
+        _uniforms(key, start, u)
+        if _num_candidates(u, chunk, floor, best_race) == 0:
+            continue
+        for i in range(chunk.shape[0]):
+            if chunk[i] >= floor and u[i] < chunk[i] * best_race:
+                race = -np.log1p(-u[i]) / chunk[i]
                 if race < best_race:
-                    best_race, best = race, v
+                    best_race, best = race, start + i
+    for token in extra:
+        if weights[token] >= min_weight:
+            _uniforms(key, token, uniforms[:1])
+            race = -np.log1p(-uniforms[0]) / weights[token]
+            if race < best_race or (race == best_race and token < best):
+                best_race, best = race, int(token)
     return best
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _draw(logits, rows, temperature, top_k, top_p, min_p, keys):
+def _draw(logits, rows, tops, temperature, top_k, top_p, min_p, keys):
     tokens = np.empty(rows.shape[0], np.int64)
     for i in prange(rows.shape[0]):
-        tokens[i] = _draw_row(logits[rows[i]], temperature[i], top_k[i], top_p[i], min_p[i], keys[i])
+        tokens[i] = _draw_row(logits[rows[i]], logits[rows[i], tops[i]], temperature[i], top_k[i], top_p[i], min_p[i], keys[i])
     return tokens
 
 
-def draw_rows(logits: np.ndarray, options: DrawOptions) -> np.ndarray:
-    """A token for each random row: int64, in the order of options.rows."""
-    return _draw(logits, options.rows, options.temperature, options.top_k, options.top_p, options.min_p, options.keys)
+def draw_rows(logits: np.ndarray, best: np.ndarray, options: DrawOptions) -> np.ndarray:
+    """A token for each random row: int64, in the order of options.rows. best: `argmax_rows` of all rows; none of them is -1 here."""
+    return _draw(logits, options.rows, best[options.rows], options.temperature, options.top_k, options.top_p, options.min_p, options.keys)

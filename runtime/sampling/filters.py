@@ -8,6 +8,16 @@ from __future__ import annotations
 
 import torch
 
+TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-30, 1e30
+
+
+def usable_temperature(temperature: float) -> float:
+    """A temperature that float32 can divide by: beyond these bounds it and its inverse are 0 or infinite, and 0 * infinity is NaN.
+
+    The lower one is greedy but for exact ties, the upper one uniform.
+    """
+    return min(max(temperature, TEMPERATURE_MIN), TEMPERATURE_MAX)
+
 
 def ranks(logits: torch.Tensor) -> torch.Tensor:
     """Token ids of one row [V] from likely to unlikely, equal ones by id."""
@@ -16,7 +26,8 @@ def ranks(logits: torch.Tensor) -> torch.Tensor:
 
 def probabilities(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """Row [V] of float32 logits -> probabilities [V] (float32) with the dropped tokens at 0. temperature > 0."""
-    probs = torch.softmax(logits.float() / temperature, -1)
+    logits = logits.float()
+    probs = torch.softmax((logits - logits.max()) / usable_temperature(temperature), -1)
     order = ranks(probs)
     keep = torch.ones_like(probs, dtype=torch.bool)
     if 0 < top_k < probs.numel():

@@ -8,9 +8,10 @@ from dspark.runtime.spec.sampling_params import SamplingParams
 
 
 def repetition_penalty(logits: np.ndarray, seen: np.ndarray, penalty: float) -> None:
-    """Divide the positive and multiply the negative logits of the seen token ids (prompt and answer), in place (Keskar et al. 2019, CTRL)."""
+    """Divide the positive and multiply the negative logits of the seen ids (prompt and answer), in place (Keskar et al. 2019, CTRL)."""
     values = logits[seen]
-    logits[seen] = np.where(values > 0, values / np.float32(penalty), values * np.float32(penalty))
+    factor = np.float32(min(max(penalty, 1e-30), 1e30))  # beyond, float32 logits become infinite and the row has no distribution
+    logits[seen] = np.where(values > 0, values / factor, values * factor)
 
 
 def occurrence_penalties(logits: np.ndarray, generated: np.ndarray, presence: float, frequency: float) -> None:

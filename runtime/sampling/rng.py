@@ -1,4 +1,4 @@
-"""Position-keyed random numbers: what is drawn for a token depends on the request's key, the sample index and the position, on nothing else.
+"""Position-keyed random numbers: what is drawn depends on the request's key, the sample index and the position, on nothing else.
 
 A row (one draw) has a 64-bit key, hashed from (draw key, sample index, position). Token v of the row gets the v-th output of a SplitMix64
 generator (Steele, Lea, Flood 2014: "Fast splittable pseudorandom number generators") seeded with it, and from its upper 32 bits a number

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from dspark.runtime.sampling.draw import argmax_rows, draw_rows, top2_gaps
+from dspark.runtime.sampling.filters import usable_temperature
 from dspark.runtime.sampling.penalties import changes_logits, process_row
 from dspark.runtime.sampling.rng import row_key
 from dspark.runtime.scheduling.sequence import Sequence
+from dspark.runtime.spec.errors import MachineError
 
 
 @dataclass
@@ -36,18 +38,23 @@ class Sampler:
         self.record_gaps = record_gaps
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float] | None]:
-        """logits [rows, V] (any float dtype, changed in place), row i for sequences[i] -> a token per row, and the top-two gaps if recorded."""
+        """logits [rows, V] (any float type, changed in place), row i for sequences[i] -> a token per row, and top-two gaps if recorded.
+
+        Raises MachineError for a row with a NaN or without a finite best logit: any token for it would be an invented one.
+        """
         wide = logits.float().cpu().numpy()
         for row, seq in enumerate(sequences):
             params = seq.request.params
             if changes_logits(params, seq.num_output_tokens):
                 process_row(wide[row], params, seq.token_ids, seq.prompt_len, self.eos_token_ids)
         tokens = argmax_rows(wide)
+        if (tokens < 0).any():
+            raise _no_finite_logits(sequences[int(np.argmax(tokens < 0))])
         gaps = top2_gaps(wide, tokens).tolist() if self.record_gaps else None
         random_rows = [row for row, seq in enumerate(sequences) if not seq.request.params.is_greedy]
         if random_rows:
             options = draw_options(random_rows, sequences)
-            tokens[options.rows] = draw_rows(wide, options)
+            tokens[options.rows] = draw_rows(wide, tokens, options)
         return tokens.tolist(), gaps
 
 
@@ -57,9 +64,17 @@ def draw_options(rows: list[int], sequences: list[Sequence]) -> DrawOptions:
     keys = [row_key(sequences[row].request.draw_key, sequences[row].index, sequences[row].num_tokens) for row in rows]
     return DrawOptions(
         rows=np.asarray(rows, np.int64),
-        temperature=np.asarray([p.temperature for p in params], np.float32),
+        temperature=np.asarray([usable_temperature(p.temperature) for p in params], np.float32),
         top_k=np.asarray([p.top_k for p in params], np.int64),
         top_p=np.asarray([p.top_p for p in params], np.float64),
         min_p=np.asarray([p.min_p for p in params], np.float64),
         keys=np.asarray(keys, np.uint64),
+    )
+
+
+def _no_finite_logits(seq: Sequence) -> MachineError:
+    return MachineError(
+        f"the model gave no finite logits for request {seq.request.request_id} at token {seq.num_tokens} (answer {seq.index}): "
+        "its arithmetic overflowed or its weights are damaged",
+        "convert the checkpoint again with a wider --dtype, then run the same command",
     )
