@@ -57,7 +57,9 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.executor = executor
         self.codec = codec
-        self.kv = KVCacheManager(executor.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.kv = KVCacheManager(
+            executor.num_blocks, config.block_size, config.enable_prefix_caching, spare_untouched=executor.device == "cpu"
+        )
         self.scheduler = Scheduler(
             self.kv, config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len, frozenset(model.eos_token_ids)
         )

@@ -13,6 +13,9 @@ class Executor(Protocol):
     num_blocks: int
     """KV blocks in the pool."""
 
+    device: str
+    """"cpu" or "cuda"."""
+
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         """Run one step to its end."""
 

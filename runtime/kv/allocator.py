@@ -11,15 +11,22 @@ class BlockAllocator:
     A block is in exactly one state: *free* (no holder, nothing worth keeping), *idle* (no holder, content kept for the prefix cache until
     the room is needed) or *held* (reference count >= 1). Recently freed blocks are handed out first: their memory is warm, and memory
     that was never needed is never touched.
+
+    spare_untouched: on a CPU a block costs memory from its first use on; then the oldest idle blocks are reused before untouched ones once
+    there are more idle blocks than a quarter of the held ones (and MIN_IDLE).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    MIN_IDLE = 64
+
+    def __init__(self, num_blocks: int, spare_untouched: bool = False) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, must be at least 1")
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._ref_counts = [0] * num_blocks
+        self._spare_untouched = spare_untouched
+        self._num_touched = 0  # blocks 0 .. this - 1 have been handed out at least once
 
     @property
     def num_available(self) -> int:
@@ -38,14 +45,19 @@ class BlockAllocator:
 
         Raises IndexError when no block is available.
         """
-        if self._free:
+        if self._free and not self._prefers_idle():
             block, was_idle = self._free.pop(), False
+            self._num_touched = max(self._num_touched, block + 1)
         elif self._idle:
             block, was_idle = self._idle.popitem(last=False)[0], True
         else:
             raise IndexError("no KV block is available")
         self._ref_counts[block] = 1
         return block, was_idle
+
+    def _prefers_idle(self) -> bool:
+        """Whether the next free block is untouched and enough idle ones are there to take instead."""
+        return self._spare_untouched and self._free[-1] >= self._num_touched and len(self._idle) > max(self.MIN_IDLE, self.num_held // 4)
 
     def retain(self, block: int) -> None:
         """One more holder of a held or idle block."""

@@ -32,10 +32,10 @@ class KVCacheManager:
     copies: block copies (source, target) that the step must make before it writes: filled by `extend`, emptied by `take_copies`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, spare_untouched: bool = False) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.allocator = BlockAllocator(num_blocks)
+        self.allocator = BlockAllocator(num_blocks, spare_untouched)
         self.index = PrefixIndex(block_size)
         self.peak_held = 0
         self._copies: list[tuple[int, int]] = []
