@@ -72,6 +72,7 @@ def plan_quantization(
         raise UsageError("--ignore leaves no layer to quantize", "use fewer patterns")
     chosen, note = choose_group_size(group_size, base.weight_bits, {inputs for _, inputs in layers.values()})
     check_group_size(chosen, layers)
+    check_packing(base.weight_bits, layers)
     return QuantPlan(replace(config, scheme=replace(base, group_size=chosen, method=method)), layers, note)
 
 
@@ -96,6 +97,15 @@ def check_group_size(size: int, layers: dict[str, tuple[int, int]]) -> None:
         raise UsageError(
             f"group size {size} does not divide the inputs of {summarize(bad, 3)}", f"type --group-size {' or '.join(map(str, fitting))}"
         )
+
+
+def check_packing(bits: int, layers: dict[str, tuple[int, int]]) -> None:
+    """Raise UsageError for layers whose codes do not fill whole 32-bit words along the inputs: no kernel or other program reads those."""
+    per_word = 32 // bits
+    bad = [f"{module} ({inputs} inputs)" for module, (_, inputs) in layers.items() if inputs % per_word]
+    if bad:
+        what = f"{bits}-bit codes fill words of {per_word} inputs, which do not divide {summarize(bad, 3)}"
+        raise UsageError(what, "keep those layers as they are with --ignore PATTERN")
 
 
 def quantized_tensors(model: MappedModel, plan: QuantPlan) -> Iterator[tuple[str, torch.Tensor]]:

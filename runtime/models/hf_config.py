@@ -16,6 +16,35 @@ from dspark.runtime.spec.model_config import DTYPES, ROPE_KINDS, ModelConfig, Ro
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SILU = ("silu", "swish")
+# what the keys that are read may hold; null counts as absent
+_KINDS: dict[str, tuple[str, ...]] = {
+    "a positive integer": (
+        *_REQUIRED,
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+        "sliding_window",
+    ),
+    "an integer from 0": ("max_window_layers",),
+    "a positive number": (
+        "rms_norm_eps",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "a list": ("architectures", "layer_types"),
+    "a text": ("model_type", "hidden_act", "rope_type", "type"),
+    "true or false": ("use_sliding_window", "tie_word_embeddings", "attention_bias", "mlp_bias", "truncate"),
+}
+_LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +99,8 @@ def _qwen_window(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
     if window is None:
         return {}
     if types is None:
-        sliding = tuple(layer >= int(config.get("max_window_layers", 28)) for layer in range(num_layers))
+        first = config.get("max_window_layers")
+        sliding = tuple(layer >= (28 if first is None else first) for layer in range(num_layers))
     else:
         if len(types) != num_layers:
             raise InputError(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
@@ -84,12 +114,13 @@ def model_config_from_hf(config: dict[str, Any]) -> ModelConfig:
     Raises UnsupportedError for a family, activation or rope scaling that is not there (naming it and what is), InputError for a
     config that lacks or garbles what every model needs (naming every such key).
     """
+    _check_kinds(config)
     name = family_of(config)
     family = _FAMILIES[name]
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
         raise InputError(f"config.json lacks {', '.join(missing)}", "use the checkpoint's own config.json")
-    sizes = {key: _positive(config, key) for key in _REQUIRED}
+    sizes = {key: int(config[key]) for key in _REQUIRED}
     hidden, heads, layers = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_hidden_layers"]
     activation = config.get("hidden_act") or "silu"
     if activation not in _SILU:
@@ -166,6 +197,7 @@ def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
         raise UnsupportedError(f"rope settings per layer type are not supported ({table!r:.80})", "supported: one table for all layers")
+    _check_kinds(table)
     kind = table.get("rope_type") or table.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise UnsupportedError(f"rope scaling '{kind}' is not supported, supported: {', '.join(ROPE_KINDS)}")
@@ -179,7 +211,7 @@ def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
     if kind == "yarn" and table.get("factor") is None:
         table = {**table, "factor": max_position / original}
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    bad = [key for key in needed if not isinstance(table.get(key), (int, float)) or table[key] <= 0]
+    bad = [key for key in needed if table.get(key) is None]
     if bad:
         raise InputError(f"config.json: rope scaling '{kind}' needs a positive number for {', '.join(bad)}")
     values: dict[str, Any] = {"theta": float(theta), "kind": kind, "factor": float(table["factor"])}
@@ -197,11 +229,24 @@ def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
     return RopeConfig(**values)
 
 
-def _positive(config: dict[str, Any], key: str) -> int:
-    value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"config.json: {key} is {value!r}, allowed: a positive integer")
-    return value
+def _check_kinds(table: dict[str, Any]) -> None:
+    """Raise InputError naming the first key with a value of the wrong kind."""
+    for kind, keys in _KINDS.items():
+        for key in keys:
+            if table.get(key) is not None and not _is_kind(table[key], kind):
+                raise InputError(f"config.json: {key} is {table[key]!r:.60}, allowed: {kind}", "use the checkpoint's own config.json")
+
+
+def _is_kind(value: Any, kind: str) -> bool:
+    if kind == "true or false":
+        return isinstance(value, bool)
+    if kind == "a list":
+        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    if kind == "a text":
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int if "integer" in kind else (int, float)):
+        return False
+    return 0 < value <= _LARGEST or (value == 0 and kind == "an integer from 0")
 
 
 def _token_id(config: dict[str, Any], key: str, default: int | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -12,7 +13,7 @@ from case_checkpoints import ROPE_SPELLINGS, llama_config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dspark.runtime.models.hf_config import declared_dtype, hf_config_from_model, model_config_from_hf
-from dspark.runtime.spec.errors import InputError, UnsupportedError
+from dspark.runtime.spec.errors import DsparkError, InputError, UnsupportedError
 
 SIZES = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
 CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
@@ -169,3 +170,30 @@ def test_architecture_alone_names_the_family() -> None:
     raw = llama_config(architectures=["Qwen2ForCausalLM"])
     del raw["model_type"]
     assert model_config_from_hf(raw).family == "qwen2"
+
+
+ODD_VALUES = ["x", [], {}, -1, 0, 1.5, True, None, ["x"], [1, "x"], 10**30]
+KEYS = [
+    *("vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "sliding_window", "max_window_layers"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "architectures", "model_type", "eos_token_id"),
+    *("bos_token_id", "torch_dtype", "layer_types", "use_sliding_window", "hidden_act", "tie_word_embeddings", "attention_bias"),
+]
+TABLE_KEYS = ["rope_type", "type", "factor", "original_max_position_embeddings", "beta_fast", "attention_factor", "mscale", "rope_theta"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("family", list(CLASSES))
+def test_no_value_of_any_key_is_a_traceback(family: str, key: str) -> None:
+    """A garbled config is the file's fault and one sentence, or is read as transformers would."""
+    for value in ODD_VALUES:
+        raw = llama_config(model_type=family, architectures=None, use_sliding_window=True) | {key: value}
+        with contextlib.suppress(DsparkError):
+            model_config_from_hf(raw)
+
+
+@pytest.mark.parametrize("key", TABLE_KEYS)
+def test_no_value_in_a_rope_table_is_a_traceback(key: str) -> None:
+    for value in ODD_VALUES:
+        for kind in ("yarn", "llama3", "linear", "dynamic"):
+            with contextlib.suppress(DsparkError):
+                model_config_from_hf(llama_config(rope_scaling={"rope_type": kind, "factor": 2.0, key: value}))

@@ -93,6 +93,14 @@ def test_a_group_size_that_does_not_divide_is_refused_before_any_work(tmp_path: 
     assert not touched and not (tmp_path / "engine").exists()
 
 
+def test_widths_that_do_not_fill_words_are_refused_before_any_work(tmp_path: Path) -> None:
+    source = source_of(tmp_path, intermediate_size=252)
+    with pytest.raises(UsageError, match=r"do not divide model\.layers\.0\.mlp\.down_proj \(252 inputs\)"):
+        quantize(source, tmp_path / "engine", "w4a16", group_size=-1, audit=False)
+    quantize(source, tmp_path / "engine", "w4a16", group_size=-1, ignore=("*.down_proj",))
+    assert load_manifest(tmp_path / "engine").audit["summary"].startswith("audit passed")
+
+
 def test_ignored_layers_stay_dense(tmp_path: Path) -> None:
     result = quantize(source_of(tmp_path), tmp_path / "engine", "w4a16", ignore=("*.down_proj", "model.layers.1.*"), audit=False)
     assert result.manifest.quant is not None
