@@ -19,6 +19,8 @@ from dspark.kernels.facts import KernelFacts
 
 QUERY_TILE = 16
 ROW_TILE = 4
+SERIAL_SCORES = 8192
+"""Up to so many scores (about 15 microseconds of work) attention runs on the calling thread."""
 BLOCKS_AHEAD = 4
 """Key blocks asked for before they are read: the pages of a sequence lie anywhere in memory, so the machine cannot guess the next one."""
 
@@ -85,9 +87,11 @@ def _prefetch_first_keys(k_flat, task, query_start, context_lens, tables, block_
         prefetch(k_flat, np.int64(tables[seq, block]) * page + kv_head * block_elements, block_elements)
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _attend(q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens, shape, scale, window, scratch_len, num_workers, out):
-    """tasks int32 [n, 3]: sequence, first query of the tile, key/value head; worker w takes every num_workers-th of them.
+@njit(cache=True, nogil=True, error_model="numpy")
+def _attend_tasks(
+    worker, num_workers, q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens, shape, scale, window, scratch_len, out
+):
+    """One worker's share: every num_workers-th of the tasks int32 [n, 3] (sequence, first query of the tile, key/value head).
 
     shape: num_heads, num_kv_heads, block_size, head_dim. window 0 is full attention. q rows are q_width elements apart.
     """
@@ -96,48 +100,71 @@ def _attend(q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens
     block_elements = block_size * head_dim
     page = num_kv_heads * block_elements
     out_width = num_heads * head_dim
+    scores = np.empty(ROW_TILE * scratch_len, np.float32)
+    rows_q = np.empty(QUERY_TILE * group * head_dim, np.float32)
+    acc = np.empty(ROW_TILE * head_dim, np.float32)
+    for t in range(worker, tasks.shape[0], num_workers):
+        seq, first, kv_head = np.int64(tasks[t, 0]), np.int64(tasks[t, 1]), np.int64(tasks[t, 2])
+        start, context = np.int64(query_start[seq]), np.int64(context_lens[seq])
+        num_queries = np.int64(query_start[seq + 1]) - start
+        num_rows = (min(first + QUERY_TILE, num_queries) - first) * group
+        column = kv_head * group * head_dim
+        blocks = tables[seq]
+        _load_queries(q, (start + first) * q_width + column, group, num_rows, q_width, head_dim, scale, rows_q)
+        first_limit = context - num_queries + first + 1  # keys that the first query sees
+        for row0 in range(0, num_rows, ROW_TILE):
+            tile = min(ROW_TILE, num_rows - row0)
+            # the tile's last query sees most, its first query's window begins first
+            high = first_limit + (row0 + tile - 1) // group
+            low = max(first_limit + row0 // group - window, 0) // block_size * block_size if window > 0 else 0
+            for position in range(low, high, 16):
+                if position % block_size == 0:
+                    here = position // block_size
+                    if position + BLOCKS_AHEAD * block_size < high:
+                        prefetch(k_flat, np.int64(blocks[here + BLOCKS_AHEAD]) * page + kv_head * block_elements, block_elements)
+                    prefetch(v_flat, np.int64(blocks[here]) * page + kv_head * block_elements, block_elements)
+                offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements + position % block_size
+                scores_16_keys(
+                    tile, rows_q, row0 * head_dim, head_dim, k_flat, offset, block_size, head_dim, scores, position - low, scratch_len
+                )
+            for r in range(tile):
+                limit = first_limit + (row0 + r) // group
+                begin = max(limit - window, 0) if window > 0 else 0
+                _softmax(scores[r * scratch_len : r * scratch_len + high - low], begin - low, limit - low)
+            acc[:] = np.float32(0.0)
+            if row0 + ROW_TILE >= num_rows and t + num_workers < tasks.shape[0]:
+                _prefetch_first_keys(
+                    k_flat, tasks[t + num_workers], query_start, context_lens, tables, block_size, page, block_elements, window
+                )
+            for position in range(low, high, block_size):
+                offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements
+                num_keys = min(block_size, high - position)
+                add_values(tile, scores, position - low, scratch_len, v_flat, offset, head_dim, num_keys, head_dim, acc, 0, head_dim)
+            _store_rows(acc, tile, row0, group, out, (start + first) * out_width + column, out_width, head_dim)
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _attend_parallel(
+    num_workers, q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens, shape, scale, window, scratch_len, out
+):
     for worker in prange(num_workers):
-        scores = np.empty(ROW_TILE * scratch_len, np.float32)
-        rows_q = np.empty(QUERY_TILE * group * head_dim, np.float32)
-        acc = np.empty(ROW_TILE * head_dim, np.float32)
-        for t in range(worker, tasks.shape[0], num_workers):
-            seq, first, kv_head = np.int64(tasks[t, 0]), np.int64(tasks[t, 1]), np.int64(tasks[t, 2])
-            start, context = np.int64(query_start[seq]), np.int64(context_lens[seq])
-            num_queries = np.int64(query_start[seq + 1]) - start
-            num_rows = (min(first + QUERY_TILE, num_queries) - first) * group
-            column = kv_head * group * head_dim
-            blocks = tables[seq]
-            _load_queries(q, (start + first) * q_width + column, group, num_rows, q_width, head_dim, scale, rows_q)
-            first_limit = context - num_queries + first + 1  # keys that the first query sees
-            for row0 in range(0, num_rows, ROW_TILE):
-                tile = min(ROW_TILE, num_rows - row0)
-                # the tile's last query sees most, its first query's window begins first
-                high = first_limit + (row0 + tile - 1) // group
-                low = max(first_limit + row0 // group - window, 0) // block_size * block_size if window > 0 else 0
-                for position in range(low, high, 16):
-                    if position % block_size == 0:
-                        here = position // block_size
-                        if position + BLOCKS_AHEAD * block_size < high:
-                            prefetch(k_flat, np.int64(blocks[here + BLOCKS_AHEAD]) * page + kv_head * block_elements, block_elements)
-                        prefetch(v_flat, np.int64(blocks[here]) * page + kv_head * block_elements, block_elements)
-                    offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements + position % block_size
-                    scores_16_keys(
-                        tile, rows_q, row0 * head_dim, head_dim, k_flat, offset, block_size, head_dim, scores, position - low, scratch_len
-                    )
-                for r in range(tile):
-                    limit = first_limit + (row0 + r) // group
-                    begin = max(limit - window, 0) if window > 0 else 0
-                    _softmax(scores[r * scratch_len : r * scratch_len + high - low], begin - low, limit - low)
-                acc[:] = np.float32(0.0)
-                if row0 + ROW_TILE >= num_rows and t + num_workers < tasks.shape[0]:
-                    _prefetch_first_keys(
-                        k_flat, tasks[t + num_workers], query_start, context_lens, tables, block_size, page, block_elements, window
-                    )
-                for position in range(low, high, block_size):
-                    offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements
-                    num_keys = min(block_size, high - position)
-                    add_values(tile, scores, position - low, scratch_len, v_flat, offset, head_dim, num_keys, head_dim, acc, 0, head_dim)
-                _store_rows(acc, tile, row0, group, out, (start + first) * out_width + column, out_width, head_dim)
+        _attend_tasks(
+            worker,
+            num_workers,
+            q,
+            q_width,
+            k_flat,
+            v_flat,
+            tables,
+            tasks,
+            query_start,
+            context_lens,
+            shape,
+            scale,
+            window,
+            scratch_len,
+            out,
+        )
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -173,7 +200,7 @@ def paged_attention(
     tasks = _cut_tasks(query_start, context_lens, num_kv_heads)
     scratch_len = -(-batch.max_context_len // block_size) * block_size + 16
     flat_q = as_array(q.as_strided((q_width * (num_tokens - 1) + num_heads * head_dim,), (1,)))
-    _attend(
+    arguments = (
         flat_q,
         q_width,
         as_array(k_cache.view(-1)),
@@ -186,7 +213,10 @@ def paged_attention(
         np.float32(scale),
         window or 0,
         scratch_len,
-        get_num_threads(),
         as_array(out.view(-1)),
     )
+    if num_tokens * batch.max_context_len * num_heads <= SERIAL_SCORES:
+        _attend_tasks(0, 1, *arguments)
+    else:
+        _attend_parallel(get_num_threads(), *arguments)
     return out

@@ -1,6 +1,7 @@
 """Norms, rotary embedding with KV store, activation: compiled loops over rows, float32 inside, for float32 and bfloat16 tensors.
 
-Every row is computed alone and in a fixed order, so results do not depend on the batch or on the number of threads.
+Every row is computed alone and in a fixed order, so results do not depend on the batch or on the number of threads. Each op has two
+drivers over one row function: a parallel one, and a serial one for small batches, where waking threads would take longer than the work.
 """
 
 import numpy as np
@@ -12,6 +13,9 @@ from dspark.kernels.cpu.simd import exp_approx, store, widen
 from dspark.kernels.cpu.views import as_array
 from dspark.kernels.facts import KernelFacts
 
+SERIAL_ELEMENTS = 32768
+"""Up to so many elements (about 15 microseconds of work) an op runs on the calling thread."""
+
 
 def supports(op: str, facts: KernelFacts) -> str | None:
     if op in ("rope_store_kv", "copy_blocks"):
@@ -21,110 +25,138 @@ def supports(op: str, facts: KernelFacts) -> str | None:
     return None
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc"})
-def _rms_norm(x, weight, eps, out):
-    num_rows, width = x.shape
-    for row in prange(num_rows):
-        source, target = x[row], out[row]
-        total = np.float32(0.0)
-        for i in range(width):
-            value = widen(source[i])
-            total += value * value
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(width) + eps)
-        for i in range(width):
-            store(target, i, widen(source[i]) * scale * widen(weight[i]))
-
-
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc"})
-def _add_rms_norm(x, residual, weight, eps, out):
-    num_rows, width = x.shape
-    for row in prange(num_rows):
-        source, kept, target = x[row], residual[row], out[row]
-        total = np.float32(0.0)
-        for i in range(width):
-            store(kept, i, widen(kept[i]) + widen(source[i]))
-        for i in range(width):
-            value = widen(kept[i])
-            total += value * value
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(width) + eps)
-        for i in range(width):
-            store(target, i, widen(kept[i]) * scale * widen(weight[i]))
-
-
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
-def _silu_and_mul(gate_up, out):
-    num_rows, width = out.shape
-    for row in prange(num_rows):
-        source, target = gate_up[row], out[row]
-        for i in range(width):
-            gate = widen(source[i])
-            store(target, i, gate / (np.float32(1.0) + exp_approx(-gate)) * widen(source[width + i]))
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _norm_head(head, head_dim, weight, eps, buffer):
-    """RMS norm of one head into buffer, rounded as the stored dtype would be."""
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc"})
+def _norm_row(source, weight, eps, target):
+    """target = source / rms(source) * weight."""
+    width = target.shape[0]
     total = np.float32(0.0)
-    for d in range(head_dim):
-        value = widen(head[d])
+    for i in range(width):
+        value = widen(source[i])
         total += value * value
-    scale = np.float32(1.0) / np.sqrt(total / np.float32(head_dim) + eps)
-    for d in range(head_dim):
-        store(head, d, widen(head[d]) * scale * widen(weight[d]))
-    for d in range(head_dim):
-        buffer[d] = widen(head[d])
+    scale = np.float32(1.0) / np.sqrt(total / np.float32(width) + eps)
+    for i in range(width):
+        store(target, i, widen(source[i]) * scale * widen(weight[i]))
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
-def _rope_store(qkv, cos, sin, q_norm, k_norm, has_norm, eps, k_flat, v_flat, slots, shape):
-    """qkv 2-D [T, width], rotated in place. shape: num_heads, num_kv_heads, block_size, head_dim."""
+@njit(cache=True, nogil=True, error_model="numpy")
+def _add_row(source, kept):
+    """kept += source, rounded."""
+    for i in range(kept.shape[0]):
+        store(kept, i, widen(kept[i]) + widen(source[i]))
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _silu_row(gate, up, target):
+    for i in range(target.shape[0]):
+        value = widen(gate[i])
+        store(target, i, value / (np.float32(1.0) + exp_approx(-value)) * widen(up[i]))
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _rotate_head(head, cos, sin):
+    """Half-split rotation in place of the first 2 * len(cos) values."""
+    half = cos.shape[0]
+    first, second = head[:half], head[half : 2 * half]
+    for i in range(half):
+        a, b = widen(first[i]), widen(second[i])
+        store(first, i, a * cos[i] - b * sin[i])
+        store(second, i, b * cos[i] + a * sin[i])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _rope_store_row(row, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slot, shape):
+    """One token: norm (when there are norm weights) and rotate q and k in place, store k dimension-major and v in plain order."""
     num_heads, num_kv_heads, block_size, head_dim = shape
-    half = cos.shape[1]
+    block, offset = slot // block_size, slot % block_size
+    for h in range(num_heads + num_kv_heads):
+        head = row[h * head_dim : (h + 1) * head_dim]
+        if q_norm.shape[0]:
+            _norm_row(head, q_norm if h < num_heads else k_norm, eps, head)
+        _rotate_head(head, cos, sin)
+    for h in range(num_kv_heads):
+        key = row[(num_heads + h) * head_dim : (num_heads + h + 1) * head_dim]
+        start = (block * num_kv_heads + h) * head_dim * block_size + offset
+        for d in range(head_dim):
+            k_flat[start + d * block_size] = key[d]
+        value = row[(num_heads + num_kv_heads + h) * head_dim : (num_heads + num_kv_heads + h + 1) * head_dim]
+        start = ((block * num_kv_heads + h) * block_size + offset) * head_dim
+        v_flat[start : start + head_dim] = value
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _rms_norm_parallel(x, weight, eps, out):
+    for row in prange(x.shape[0]):
+        _norm_row(x[row], weight, eps, out[row])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _rms_norm_serial(x, weight, eps, out):
+    for row in range(x.shape[0]):
+        _norm_row(x[row], weight, eps, out[row])
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _add_rms_norm_parallel(x, residual, weight, eps, out):
+    for row in prange(x.shape[0]):
+        _add_row(x[row], residual[row])
+        _norm_row(residual[row], weight, eps, out[row])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _add_rms_norm_serial(x, residual, weight, eps, out):
+    for row in range(x.shape[0]):
+        _add_row(x[row], residual[row])
+        _norm_row(residual[row], weight, eps, out[row])
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _silu_parallel(gate_up, out):
+    width = out.shape[1]
+    for row in prange(out.shape[0]):
+        _silu_row(gate_up[row, :width], gate_up[row, width:], out[row])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _silu_serial(gate_up, out):
+    width = out.shape[1]
+    for row in range(out.shape[0]):
+        _silu_row(gate_up[row, :width], gate_up[row, width:], out[row])
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _rope_store_parallel(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots, shape):
     for t in prange(qkv.shape[0]):
-        row = qkv[t]
-        buffer = np.empty(head_dim, np.float32)
-        block, offset = slots[t] // block_size, slots[t] % block_size
-        for head in range(num_heads + num_kv_heads):
-            values = row[head * head_dim : (head + 1) * head_dim]
-            if has_norm:
-                _norm_head(values, head_dim, q_norm if head < num_heads else k_norm, eps, buffer)
-            else:
-                for d in range(head_dim):
-                    buffer[d] = widen(values[d])
-            for i in range(half):
-                first, second = buffer[i], buffer[half + i]
-                store(values, i, first * cos[t, i] - second * sin[t, i])
-                store(values, half + i, second * cos[t, i] + first * sin[t, i])
-            if head >= num_heads:
-                base = ((block * num_kv_heads + head - num_heads) * head_dim) * block_size + offset
-                for d in range(head_dim):
-                    k_flat[base + d * block_size] = values[d]
-        for head in range(num_kv_heads):
-            values = row[(num_heads + num_kv_heads + head) * head_dim : (num_heads + num_kv_heads + head + 1) * head_dim]
-            base = ((block * num_kv_heads + head) * block_size + offset) * head_dim
-            for d in range(head_dim):
-                v_flat[base + d] = values[d]
+        _rope_store_row(qkv[t], cos[t], sin[t], q_norm, k_norm, eps, k_flat, v_flat, slots[t], shape)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _rope_store_serial(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots, shape):
+    for t in range(qkv.shape[0]):
+        _rope_store_row(qkv[t], cos[t], sin[t], q_norm, k_norm, eps, k_flat, v_flat, slots[t], shape)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `kernels.reference.elementwise`."""
     flat = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(flat)
-    _rms_norm(as_array(flat), as_array(weight), np.float32(eps), as_array(out))
+    run = _rms_norm_serial if flat.numel() <= SERIAL_ELEMENTS else _rms_norm_parallel
+    run(as_array(flat), as_array(weight), np.float32(eps), as_array(out))
     return out.view(x.shape)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.reference.elementwise`; the residual is updated in place."""
     out = torch.empty_like(x)
-    _add_rms_norm(as_array(x), as_array(residual), as_array(weight), np.float32(eps), as_array(out))
+    run = _add_rms_norm_serial if x.numel() <= SERIAL_ELEMENTS else _add_rms_norm_parallel
+    run(as_array(x), as_array(residual), as_array(weight), np.float32(eps), as_array(out))
     return out, residual
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.reference.elementwise`."""
     out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
-    _silu_and_mul(as_array(gate_up), as_array(out))
+    run = _silu_serial if out.numel() <= SERIAL_ELEMENTS else _silu_parallel
+    run(as_array(gate_up), as_array(out))
     return out
 
 
@@ -143,15 +175,15 @@ def rope_store_kv(
     """See `kernels.reference.elementwise`; qkv is overwritten, the result is a view of it, and keys are stored dimension-major."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     rows = as_array(qkv)
-    if rows.shape[0]:
-        has_norm = q_norm is not None and k_norm is not None
-        q_weight = as_array(q_norm) if q_norm is not None else rows[0, :0]
-        k_weight = as_array(k_norm) if k_norm is not None else rows[0, :0]
-        shape = (num_heads, num_kv_heads, block_size, head_dim)
-        _rope_store(
-            rows, cos.numpy(), sin.numpy(), q_weight, k_weight, has_norm, np.float32(eps),
-            as_array(k_cache.view(-1)), as_array(v_cache.view(-1)), slot_mapping.numpy(), shape,
-        )  # fmt: skip
+    no_weight = rows.reshape(-1)[:0]
+    q_weight = as_array(q_norm) if q_norm is not None else no_weight
+    k_weight = as_array(k_norm) if k_norm is not None else no_weight
+    shape = (num_heads, num_kv_heads, block_size, head_dim)
+    run = _rope_store_serial if rows.size <= SERIAL_ELEMENTS else _rope_store_parallel
+    run(
+        rows, cos.numpy(), sin.numpy(), q_weight, k_weight, np.float32(eps),
+        as_array(k_cache.view(-1)), as_array(v_cache.view(-1)), slot_mapping.numpy(), shape,
+    )  # fmt: skip
     return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
 
 
