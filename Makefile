@@ -82,6 +82,7 @@ test-slow: $(VENV)/.dspark-tools
 # mypy reads packages by their folders' names, and the folders are kernels/, not dspark/kernels/: links show it the installed shape.
 lint: $(VENV)/.dspark-tools
 	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
 	@mkdir -p .typecheck/dspark
 	@for name in converters kernels runtime; do ln -sfn ../../$$name .typecheck/dspark/$$name; done
 	@for name in __init__.py py.typed; do ln -sfn ../../dspark/$$name .typecheck/dspark/$$name; done
