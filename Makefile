@@ -87,7 +87,7 @@ lint: $(VENV)/.dspark-tools
 	@for name in converters kernels runtime; do ln -sfn ../../$$name .typecheck/dspark/$$name; done
 	@for name in __init__.py py.typed; do ln -sfn ../../dspark/$$name .typecheck/dspark/$$name; done
 	@ln -sfn ../dspark_cli .typecheck/dspark_cli
-	@cd .typecheck && ../$(VENV)/bin/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p dspark -p dspark_cli
+	@cd .typecheck && $(abspath $(VENV))/bin/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p dspark -p dspark_cli
 
 fmt: $(VENV)/.dspark-tools
 	@$(VENV)/bin/ruff check --fix-only .
