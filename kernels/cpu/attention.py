@@ -13,6 +13,7 @@ import torch
 from numba import get_num_threads, njit, prange
 
 from dspark.kernels.batch import AttentionBatch
+from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.simd import add_values, exp_approx, prefetch, scores_16_keys, store, widen
 from dspark.kernels.cpu.views import as_array
 from dspark.kernels.facts import KernelFacts
@@ -191,7 +192,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `kernels.reference.attention`; the keys are dimension-major (module docstring)."""
     num_tokens, num_heads, head_dim = q.shape
-    out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype)
+    out = empty_rows(num_tokens, num_heads * head_dim, q.dtype)
     if num_tokens == 0:
         return out
     num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]

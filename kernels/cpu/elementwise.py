@@ -9,6 +9,7 @@ import torch
 from numba import njit, prange
 
 from dspark.kernels.cpu.attention import supports as supports_cache
+from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.simd import exp_approx, store, widen
 from dspark.kernels.cpu.views import as_array
 from dspark.kernels.facts import KernelFacts
@@ -138,7 +139,7 @@ def _rope_store_serial(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `kernels.reference.elementwise`."""
     flat = x.reshape(-1, x.shape[-1])
-    out = torch.empty_like(flat)
+    out = empty_rows(*flat.shape, x.dtype)
     run = _rms_norm_serial if flat.numel() <= SERIAL_ELEMENTS else _rms_norm_parallel
     run(as_array(flat), as_array(weight), np.float32(eps), as_array(out))
     return out.view(x.shape)
@@ -146,7 +147,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.reference.elementwise`; the residual is updated in place."""
-    out = torch.empty_like(x)
+    out = empty_rows(*x.shape, x.dtype)
     run = _add_rms_norm_serial if x.numel() <= SERIAL_ELEMENTS else _add_rms_norm_parallel
     run(as_array(x), as_array(residual), as_array(weight), np.float32(eps), as_array(out))
     return out, residual
@@ -154,7 +155,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.reference.elementwise`."""
-    out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
+    out = empty_rows(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.dtype)
     run = _silu_serial if out.numel() <= SERIAL_ELEMENTS else _silu_parallel
     run(as_array(gate_up), as_array(out))
     return out

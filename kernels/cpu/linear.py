@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from dspark.kernels.cpu.rows import rounded_rows, with_room
 from dspark.kernels.cpu.wna16 import PanelWeight
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.reference.linear import LinearFn
@@ -68,9 +69,13 @@ def _onednn_product(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn
     out_features = weight.shape[0]
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] == 0:
+        num_rows = x.shape[0]
+        if num_rows == 0:
             return x.new_empty(0, out_features)
-        return run(x, blocked, bias, "none", [], "")
+        rounded = rounded_rows(num_rows)
+        if rounded == num_rows:
+            return run(x, blocked, bias, "none", [], "")
+        return run(with_room(x, rounded), blocked, bias, "none", [], "")[:num_rows]
 
     return product
 
