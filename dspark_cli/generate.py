@@ -171,7 +171,7 @@ def run_dry(console: Console, options: JobOptions, config: EngineConfig, samplin
     defaults = defaults_in_force(sampling, options.engine)
     builder = loaders.load_builder(options.engine, manifest, config, defaults)
     reporter = ConsoleReporter(console, options)
-    max_tokens = defaults.max_tokens or manifest.model.max_position
+    max_tokens = defaults.max_tokens or manifest.model.context_length
     found = dry_run(options.input, builder, config.block_size, max_tokens, options.limit, options.allow_duplicate_ids, reporter.failed)
     reporter.close()
     console.document(found.document())
@@ -225,7 +225,7 @@ def load_builder(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
     from dspark.runtime.jobs.prompts import PromptBuilder
     from dspark.runtime.jobs.tokenizer import load_codec
 
-    context = manifest.model.max_position
+    context = manifest.model.context_length
     max_model_len = min(config.max_model_len or context, context)
     return PromptBuilder(load_codec(engine_dir), defaults, max_model_len, manifest.model.vocab_size, config.seed)
 

@@ -220,19 +220,9 @@ class Engine:
         return Completion(seq.index, token_ids, text, seq.finish_reason, seq.stop_reason)
 
 
-def context_length(model: ModelConfig) -> int:
-    """Tokens the model can see: linear and dynamic rope stretch the trained context by their factor, yarn the original one."""
-    rope = model.rope
-    if rope.kind in ("linear", "dynamic"):
-        return int(model.max_position * rope.factor)
-    if rope.kind == "yarn" and rope.original_max_position:
-        return max(model.max_position, int(rope.original_max_position * rope.factor))
-    return model.max_position
-
-
 def resolve_max_model_len(model: ModelConfig, wanted: int | None) -> int:
     """The run's context. Raises UsageError when more is wanted than the model has."""
-    longest = context_length(model)
+    longest = model.context_length
     if wanted is not None and wanted > longest:
         raise UsageError(f"--max-model-len is {wanted}, the model's context is {longest}", f"type --max-model-len {longest} or less")
     return wanted or longest

@@ -71,6 +71,16 @@ class ModelConfig:
             return None
         return self.sliding_window if not self.sliding_layers or self.sliding_layers[layer] else None
 
+    @property
+    def context_length(self) -> int:
+        """Tokens the model can see: linear and dynamic rope stretch the trained context by their factor, yarn the original one."""
+        rope = self.rope
+        if rope.kind in ("linear", "dynamic"):
+            return int(self.max_position * rope.factor)
+        if rope.kind == "yarn" and rope.original_max_position:
+            return max(self.max_position, int(rope.original_max_position * rope.factor))
+        return self.max_position
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
