@@ -103,13 +103,13 @@ def probe_prompts(directory: Path, config: ModelConfig) -> list[list[int]]:
 
     spread = random.Random(0)
     window = config.sliding_window if config.sliding_window and config.sliding_window < 4 * LONG_PROMPT_TOKENS else 0
-    length = min(max(LONG_PROMPT_TOKENS, window + 64), config.max_position)
+    length = min(max(LONG_PROMPT_TOKENS, window + 64), config.context_length)
     prompts = [[spread.randrange(config.vocab_size) for _ in range(length)]]
     if (directory / "tokenizer.json").is_file():
         codec = load_codec(directory)
         for text in PROBE_TEXTS[:2]:
             ids = [token for token in codec.encode(text, add_special_tokens=True) if token < config.vocab_size]
-            prompts += [ids[: config.max_position]] if ids else []
+            prompts += [ids[: config.context_length]] if ids else []
     return prompts
 
 

@@ -82,7 +82,7 @@ def model_facts(config: ModelConfig) -> dict[str, Any]:
         "parameters": parameter_count(config),
         "layers": config.num_layers,
         "shape": f"hidden {config.hidden_size}, inner {config.intermediate_size}, {heads}, vocabulary {config.vocab_size}",
-        "context": config.max_position,
+        "context": config.context_length,
         "rope": config.rope.kind if config.rope.kind == "default" else f"{config.rope.kind} x{config.rope.factor:g}",
         "sliding_window": config.sliding_window,
         "tied_head": config.tie_word_embeddings,

@@ -129,8 +129,6 @@ def model_config_from_hf(config: dict[str, Any]) -> ModelConfig:
     head_dim = config.get("head_dim", family.head_dim) or hidden // heads
     max_position = int(config.get("max_position_embeddings") or family.max_position)
     rope = _rope(config, max_position)
-    if rope.kind == "dynamic":  # such a model serves texts past the length that it was trained at: that is what the scaling is for
-        max_position = int(max_position * rope.factor)
     result = ModelConfig(
         family=name,
         vocab_size=sizes["vocab_size"],
@@ -275,7 +273,7 @@ def hf_config_from_model(model: ModelConfig) -> dict[str, Any]:
         "head_dim": model.head_dim,
         "hidden_act": model.hidden_act,
         "rms_norm_eps": model.rms_norm_eps,
-        "max_position_embeddings": rope.original_max_position if rope.kind == "dynamic" else model.max_position,
+        "max_position_embeddings": model.max_position,
         "rope_theta": rope.theta,
         "rope_scaling": _rope_table(rope),
         "tie_word_embeddings": model.tie_word_embeddings,

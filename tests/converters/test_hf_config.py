@@ -120,7 +120,7 @@ def test_frequencies_are_those_of_the_original_file(name: str) -> None:
 
 def test_dynamic_scaling_opens_the_context_it_is_for() -> None:
     model = model_config_from_hf(llama_config(rope_scaling={"type": "dynamic", "factor": 4.0}, max_position_embeddings=64))
-    assert model.max_position == 256 and model.rope.original_max_position == 64
+    assert (model.max_position, model.context_length, model.rope.original_max_position) == (64, 256, 64)
 
 
 @pytest.mark.parametrize(
