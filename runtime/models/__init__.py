@@ -7,11 +7,3 @@ from dspark.runtime.models.qwen2 import QWEN2
 from dspark.runtime.models.qwen3 import QWEN3
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
-
-
-def __getattr__(name: str):
-    if name == "logits_for":
-        from dspark.runtime.execution.logits import logits_for
-
-        return logits_for
-    raise AttributeError(name)
