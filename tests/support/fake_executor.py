@@ -51,7 +51,7 @@ def undisturbed(request: Request, index: int, max_model_len: int) -> tuple[list[
 
 
 class FakeExecutor:
-    """Runs plans over block contents. num_computed_tokens: all tokens of all steps. sequences_seen: for reading after a run."""
+    """Runs plans over block contents. num_computed_tokens: all tokens of all steps."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -128,7 +128,8 @@ class FakeRun:
 
     def step(self) -> SchedulerOutput:
         scheduler = self.scheduler
-        decoding = [seq for seq in scheduler.running if seq.num_uncomputed == 1]
+        before, num_preemptions = list(scheduler.running), scheduler.num_preemptions
+        decoding = [seq for seq in before if seq.num_uncomputed == 1]
         plan = scheduler.schedule()
         planned = [item.seq for item in plan.scheduled]
         assert plan.scheduled, "a step without progress"
@@ -136,6 +137,8 @@ class FakeRun:
         assert all(item.num_tokens > 0 for item in plan.scheduled)
         assert len({id(seq) for seq in planned}) == len(planned) <= len(scheduler.running) <= self.max_num_seqs
         assert all(seq in scheduler.running for seq in planned)
+        if scheduler.num_preemptions > num_preemptions:
+            assert all(seq in before for seq in scheduler.running), "a sequence is admitted to the room that another one was driven from"
         if self.max_num_batched_tokens >= self.max_num_seqs:
             assert all(seq in planned for seq in decoding if seq in scheduler.running), "a decode is starved by a prefill"
             ranked = sorted(scheduler.running, key=lambda s: s.rank)

@@ -96,6 +96,19 @@ def test_growing_answers_preempt_the_last_in_rank() -> None:
     assert list(run.answers) == sorted(run.answers)
 
 
+def test_a_decode_that_was_planned_first_can_still_be_preempted() -> None:
+    """Decodes are planned before a prefill that outranks them: what it takes back must leave the plan, and its tokens the budget."""
+    run = FakeRun(num_blocks=32, block_size=1, max_num_seqs=4, max_num_batched_tokens=8)
+    for i in range(2):
+        run.add(request(i, prompt(2, first=i), max_tokens=20, priority=1))
+    run.step()
+    run.add(request(2, prompt(24), max_tokens=2, priority=0))
+    while run.scheduler.num_preemptions == 0:
+        plan = run.step()
+    assert [item.seq.request.request_id for item in plan.scheduled] == [0, 2]
+    run.finish(max_steps=60)
+
+
 def test_a_long_prefill_leaves_every_decode_its_token() -> None:
     """Chunked prefill takes what is left of the budget, never what the answers in progress need."""
     run = FakeRun(num_blocks=64, block_size=4, max_num_batched_tokens=8, max_model_len=128)
