@@ -83,6 +83,16 @@ def test_a_token_at_a_cut_is_the_lower_one_of_equals() -> None:
         assert tokens.tolist() == noise.argmin(1).tolist()
 
 
+def test_a_token_is_dropped_when_those_before_it_have_the_mass_exactly() -> None:
+    """Two of four equal tokens are one half: the third is one too many."""
+    for top_p, kept in [(0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)]:
+        for top_k in (0, 4):
+            tokens = drawn(np.zeros((200, 4), np.float32), [(1.0, top_k, top_p, 0.0)] * 200, list(range(200)))
+            assert set(tokens.tolist()) == set(range(kept))
+        tokens = drawn(np.zeros((200, 5), np.float32), [(1.0, 4, top_p, 0.0)] * 200, list(range(200)))
+        assert set(tokens.tolist()) == set(range(kept)), "within what top-k left"
+
+
 @pytest.mark.parametrize(
     ("logits", "options"),
     [
