@@ -12,6 +12,7 @@ from typing import Any
 from dspark.converters.readers.base import CheckpointReader
 from dspark.converters.readers.gguf_file import MAGIC as GGUF_MAGIC
 from dspark.converters.readers.safetensors import INDEX_NAME, SINGLE_NAME
+from dspark.converters.readers.torch_bin import weight_files
 from dspark.runtime.spec.errors import InputError, UnsupportedError
 from dspark.runtime.spec.manifest import MANIFEST_NAME
 
@@ -65,14 +66,9 @@ FORMATS: tuple[Format, ...] = (
     Format("bitsandbytes", lambda f: f.has_tensor(".absmax", ".quant_map") or f.method() == "bitsandbytes"),
     Format("quantized", lambda f: bool(f.method())),
     Format("safetensors", lambda f: bool(f.names & {SINGLE_NAME, INDEX_NAME}), "safetensors:SafetensorsReader"),
-    Format(
-        "PyTorch pickle (.bin, .pt, .pth)",
-        lambda f: any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in f.names),
-        None,
-        "save the model as safetensors: save_pretrained(DIR) in transformers does so",
-    ),
+    Format("pytorch", lambda f: bool(weight_files(f.names)), "torch_bin:TorchBinReader"),
 )
-READABLE = "a Hugging Face directory with safetensors weights, a .gguf file, an engine directory"
+READABLE = "a Hugging Face directory with safetensors or PyTorch weights, a .gguf file, an engine directory"
 
 
 def open_checkpoint(source: str | Path) -> CheckpointReader:

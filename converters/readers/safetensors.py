@@ -36,6 +36,33 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_weight_map(directory: Path, index_name: str) -> dict[str, str]:
+    """Tensor name -> file name of a sharded checkpoint's index. Raises InputError for files that are absent or outside the directory."""
+    index_path = directory / index_name
+    weight_map = read_json_object(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()) or not weight_map:
+        raise InputError(f"'{index_path}' has no weight_map of tensor names to files", "download the checkpoint again")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if Path(name).name != name or name in ("", ".", "..") or "\\" in name]
+    if outside:
+        raise InputError(f"'{index_path}' points outside its directory: {summarize(outside)}", "use one from a source you trust")
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise InputError(f"'{directory}' lacks {summarize(absent)}, named by {index_name}", "download the missing files")
+    return dict(weight_map)
+
+
+def check_not_lfs_pointer(path: Path) -> None:
+    """Raise InputError when a file is a Git LFS pointer, or cannot be read."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS_MAGIC)) == _LFS_MAGIC
+    except OSError as error:
+        raise InputError(f"'{path}' cannot be read ({error.strerror or error})", "check the checkpoint directory") from error
+    if is_pointer:
+        raise InputError(f"'{path}' is a Git LFS pointer, not the weights", "run: git lfs pull")
+
+
 class SafetensorsReader:
     """A directory with config.json and safetensors weights."""
 
@@ -80,17 +107,7 @@ class SafetensorsReader:
         index_path = self.path / INDEX_NAME
         if not index_path.is_file():
             return dict.fromkeys(self._open(SINGLE_NAME).keys(), SINGLE_NAME)
-        weight_map = read_json_object(index_path).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()) or not weight_map:
-            raise InputError(f"'{index_path}' has no weight_map of tensor names to files", "download the checkpoint again")
-        names = sorted(set(weight_map.values()))
-        outside = [name for name in names if Path(name).name != name or name in ("", ".", "..") or "\\" in name]
-        if outside:
-            raise InputError(f"'{index_path}' points outside its directory: {summarize(outside)}", "use one from a source you trust")
-        absent = [name for name in names if not (self.path / name).is_file()]
-        if absent:
-            raise InputError(f"'{self.path}' lacks {summarize(absent)}, named by {INDEX_NAME}", "download the missing files")
-        return dict(weight_map)
+        return read_weight_map(self.path, INDEX_NAME)
 
     def _read_headers(self) -> dict[str, TensorInfo]:
         lost, found = [], {}
@@ -116,10 +133,8 @@ def open_safetensors(path: Path) -> Any:
     """Memory-map one safetensors file. Raises InputError naming the file when it is absent, damaged or a Git LFS pointer."""
     from safetensors import SafetensorError, safe_open
 
+    check_not_lfs_pointer(path)
     try:
-        with path.open("rb") as file:
-            if file.read(len(_LFS_MAGIC)) == _LFS_MAGIC:
-                raise InputError(f"'{path}' is a Git LFS pointer, not the weights", "run: git lfs pull")
         return safe_open(path, framework="pt")
     except (SafetensorError, ValueError) as error:
         raise InputError(f"'{path}' is damaged or not complete ({error})", "download it again") from error

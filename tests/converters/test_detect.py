@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -46,26 +45,6 @@ def test_quantized_formats_are_refused_by_name(tmp_path: Path, tensors: tuple, c
     extra = {tensor: torch.zeros(2, 2, dtype=torch.int32) for tensor in tensors}
     with pytest.raises(UnsupportedError, match=rf"format {name}, which is not supported yet"):
         open_checkpoint(checkpoint(tmp_path, extra, **changes))
-
-
-class Canary:
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple:
-        import os
-
-        return os.mkdir, (self.path,)
-
-
-def test_a_pickle_is_refused_and_never_opened(tmp_path: Path) -> None:
-    """B11: nothing in a .bin file may run."""
-    source = checkpoint(tmp_path)
-    (source / "model.safetensors").unlink()
-    (source / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
-    with pytest.raises(UnsupportedError, match="pickle"):
-        open_checkpoint(source)
-    assert not (tmp_path / "canary").exists()
 
 
 def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
