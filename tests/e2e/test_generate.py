@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from engine_runs import tiny_engine
 from tiny_models import EOS_ID, build_tokenizer, make_tiny_model
 
+from dspark.runtime.kv.pool import bytes_per_block
+from dspark.runtime.spec.manifest import load_manifest
 from dspark_cli.app import run
 
 TOKENIZER = build_tokenizer()
@@ -218,6 +221,27 @@ def test_penalties_and_filters_agree_with_transformers(typed: Typed, model: Any)
         assert answer(typed, temperature=1.7, seed=1, **narrow)["text"] == shown(greedy(model, PROMPTS[0])), narrow
 
 
+def test_every_option_survives_a_pool_that_is_too_small_for_all(typed: Typed, engine: Path) -> None:
+    """A sequence that is thrown out and computed again: what it had generated must not count as prompt, nor be searched for stops twice."""
+    draw = random.Random(8)
+    options: list[dict[str, Any]] = [
+        {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"repetition_penalty": 1.3, "min_tokens": 20},
+        {"temperature": 0.9, "n": 3},
+        {"temperature": 1.4, "min_p": 0.02, "stop": ["a", "the", "q"], "min_tokens": 9},
+        {"stop": ["th", "z", "1"], "logit_bias": {str(EOS_ID): 2}},
+        {"temperature": 1.2, "seed": 5, "stop_token_ids": list(range(60, 70)), "include_stop_str_in_output": True},
+    ]
+    prompts = [[draw.randrange(3, 320) for _ in range(draw.randint(1, 40))] for _ in range(24)]
+    write(*({"custom_id": str(i), "prompt": p, "max_tokens": draw.randint(30, 90), **options[i % 6]} for i, p in enumerate(prompts)))
+    assert typed("generate", "in.jsonl", "out.jsonl")[0] == 0
+    pool = 9 * bytes_per_block(load_manifest(engine).model, 16, torch.float32)
+    flags = ("--kv-cache-memory-bytes", str(pool), "--max-num-seqs", "16", "--max-num-batched-tokens", "48", "--metrics", "m.json")
+    assert typed("generate", "in.jsonl", "small.jsonl", *flags)[0] == 0
+    assert json.loads(Path("m.json").read_text())["preemptions"] > 5
+    assert Path("small.jsonl").read_bytes() == Path("out.jsonl").read_bytes()
+
+
 METRICS = {
     "": "schema time tokens ttft_s latency_s preemptions memory exit_code stopped already_done lines input_bytes sampling_defaults "
     "engine_config engine",
@@ -300,6 +324,7 @@ def as_it_is(engine: Path) -> None:
     ("damage", "flags", "words"),
     [
         (as_it_is, ("--kv-cache-memory-bytes", "10"), "one has 16384 bytes"),
+        (as_it_is, ("--kv-cache-memory-bytes", str(10**15)), "--kv-cache-memory-bytes is 1000000000000000, this machine has"),
         (as_it_is, ("--max-model-len", "999"), "the model's context is 256"),
         (as_it_is, ("--max-num-batched-tokens", "16"), "below max-num-seqs 64"),
         (cut_weights, (), "is damaged"),
