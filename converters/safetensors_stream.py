@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "uint8": "U8", "int8": "I8"}
+_CODES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
+}
 _ENTRY_BYTES = 192  # dtype, shape and offsets of one tensor as JSON, with room to spare
 _ALIGNMENT = 64
 _ODD_SIZE = 16

@@ -21,6 +21,8 @@ OPS = (
     "copy_blocks",
     "make_dense_linear",
     "make_wna16_linear",
+    "make_fp8_linear",
+    "make_int8_linear",
 )
 
 CACHE_OPS = ("rope_store_kv", "paged_attention", "copy_blocks")
@@ -38,12 +40,16 @@ _MODULES: dict[str, dict[str, str]] = {
         "paged_attention": "dspark.kernels.cpu.attention",
         "make_dense_linear": "dspark.kernels.cpu.linear",
         "make_wna16_linear": "dspark.kernels.cpu.linear",
+        "make_fp8_linear": "dspark.kernels.cpu.linear",
+        "make_int8_linear": "dspark.kernels.cpu.linear",
     },
     "reference": {
         **dict.fromkeys(_ELEMENTWISE, "dspark.kernels.reference.elementwise"),
         "paged_attention": "dspark.kernels.reference.attention",
         "make_dense_linear": "dspark.kernels.reference.linear",
         "make_wna16_linear": "dspark.kernels.reference.linear",
+        "make_fp8_linear": "dspark.kernels.reference.linear",
+        "make_int8_linear": "dspark.kernels.reference.linear",
     },
 }
 CHOICES: dict[str, tuple[str, ...]] = {

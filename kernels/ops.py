@@ -11,9 +11,11 @@ import torch
 from dspark.kernels.batch import AttentionBatch
 from dspark.kernels.dispatch import OPS, Selection, select
 from dspark.kernels.facts import KernelFacts
+from dspark.kernels.fp8 import Fp8Weight
+from dspark.kernels.int8 import Int8Weight
 from dspark.kernels.wna16 import Wna16Weight
 
-__all__ = ["AttentionBatch", "KernelFacts", "Kernels", "LinearFn", "Wna16Weight"]
+__all__ = ["AttentionBatch", "Fp8Weight", "Int8Weight", "KernelFacts", "Kernels", "LinearFn", "Wna16Weight"]
 
 LinearFn = Callable[[torch.Tensor], torch.Tensor]
 
@@ -44,8 +46,20 @@ class Kernels:
         return self.selections["make_dense_linear"].function(weight, bias, self.facts)
 
     def wna16_linear(self, weight: Wna16Weight, bias: torch.Tensor | None = None) -> LinearFn:
-        """The same for a quantized weight."""
-        return self.selections["make_wna16_linear"].function(weight, bias, self.facts)
+        """The same for a quantized weight; inputs of a permuted one are gathered first, other widths are widened to 4- or 8-bit lanes."""
+        linear = self.selections["make_wna16_linear"].function(weight.in_lanes().without_perm(), bias, self.facts)
+        if weight.perm is None:
+            return linear
+        perm = weight.perm.long()
+        return lambda x: linear(x.index_select(-1, perm))
+
+    def fp8_linear(self, weight: Fp8Weight, bias: torch.Tensor | None = None) -> LinearFn:
+        """The same for a weight of 8-bit floating-point numbers."""
+        return self.selections["make_fp8_linear"].function(weight, bias, self.facts)
+
+    def int8_linear(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> LinearFn:
+        """The same for 8-bit integers; inputs are quantized token by token."""
+        return self.selections["make_int8_linear"].function(weight, bias, self.facts)
 
     def explain(self) -> dict[str, dict[str, Any]]:
         """Per op: the implementation taken and why others declined. For `dspark doctor` and the metrics."""

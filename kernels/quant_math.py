@@ -39,3 +39,36 @@ def dequantize_wna16(
     grouped = codes.view(num_groups, group_size, -1)
     weight = (grouped - zero[:, None]) * scales.float()[:, None]
     return weight.view(in_features, -1).t().to(dtype).contiguous()
+
+
+def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Dense weight [N, K] of numbers [N, K] with one scale for each block of (outputs, inputs), -1 meaning all of them.
+
+    Computed in float32, rounded once to dtype. Raises ValueError when the scales do not fit the blocks.
+    """
+    out_features, in_features = codes.shape
+    rows = out_features if block[0] == -1 else block[0]
+    cols = in_features if block[1] == -1 else block[1]
+    if tuple(scales.shape) != (-(-out_features // rows), -(-in_features // cols)):
+        raise ValueError(f"scales {list(scales.shape)} do not fit blocks of {rows} x {cols} in a weight {[out_features, in_features]}")
+    wide = scales.float()
+    if rows != 1:
+        wide = wide.repeat_interleave(rows, 0)[:out_features]
+    if cols != in_features:
+        wide = wide.repeat_interleave(cols, 1)[:, :in_features]
+    return (codes.float() * wide).to(dtype)
+
+
+INT8_STEPS = 127.5
+"""Steps of an activation's scale on each side of zero: the range -128 .. 127 has 255 steps (compressed-tensors' rule)."""
+
+
+def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations [T, K] -> int8 [T, K] and scale float32 [T, 1] with x = code * scale: one scale for each token, zero at zero.
+
+    Ties round to even; the largest value itself falls on 127.5 and is cut to 127. A token of zeros gets scale 1.
+    """
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True) / INT8_STEPS
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return torch.round(x / scale).clamp_(-128, 127).to(torch.int8), scale

@@ -1,4 +1,4 @@
-"""Linear layers in plain torch: dense, and quantized with 16-bit activations.
+"""Linear layers in plain torch: dense, quantized with 16-bit activations (integers or FP8), and 8-bit integers on both sides.
 
 A linear op is made once per layer (`make_*` re-lays the weight) and returns the function that runs it: x [T, K] -> [T, N].
 """
@@ -8,6 +8,9 @@ from collections.abc import Callable
 import torch
 
 from dspark.kernels.facts import KernelFacts
+from dspark.kernels.fp8 import Fp8Weight
+from dspark.kernels.int8 import Int8Weight
+from dspark.kernels.quant_math import quantize_tokens
 from dspark.kernels.wna16 import Wna16Weight
 
 LinearFn = Callable[[torch.Tensor], torch.Tensor]
@@ -21,3 +24,30 @@ def make_dense_linear(weight: torch.Tensor, bias: torch.Tensor | None, facts: Ke
 def make_wna16_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
     """x @ dequantized weight.T + bias; the weight is rounded once to x's dtype, on every call."""
     return lambda x: torch.nn.functional.linear(x, weight.dense(x.dtype), bias)
+
+
+def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
+    """x @ dequantized weight.T + bias; the weight is rounded once to x's dtype, on every call."""
+    return lambda x: torch.nn.functional.linear(x, weight.dense(x.dtype), bias)
+
+
+def make_int8_linear(weight: Int8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
+    """Inputs quantized token by token, an exact product of integers, one multiplication by both scales.
+
+    The product runs in float64, which holds every sum of 8-bit products exactly (K * 2**14 < 2**53) on any device.
+    """
+    codes, scales = weight.qweight.double().t(), weight.scales.float()
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        quantized, token_scale = quantize_tokens(x)
+        return scaled_sums(torch.mm(quantized.double(), codes), token_scale, scales, bias, x.dtype)
+
+    return linear
+
+
+def scaled_sums(
+    sums: torch.Tensor, token_scale: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Sums of integer products [T, N] times the token's scale [T, 1] and the output's [N], plus bias; in float32, rounded once to dtype."""
+    y = sums.float() * token_scale * scales
+    return (y if bias is None else y + bias.float()).to(dtype)

@@ -30,7 +30,7 @@ class EngineWeights:
         return name in self._records
 
     def take(self, name: str) -> torch.Tensor:
-        """Floating-point weights in the run's dtype (scales of quantized weights keep theirs), on its device."""
+        """Floating-point weights in the run's dtype (the tensors of quantized weights keep theirs), on its device."""
         record = self._records.get(name)
         if record is None:
             raise InputError(f"the engine has no tensor '{name}'", "convert the checkpoint again")
@@ -42,7 +42,7 @@ class EngineWeights:
             raise InputError(
                 f"tensor '{name}' has shape {list(tensor.shape)}, the manifest says {list(record.shape)}", "convert the checkpoint again"
             )
-        if tensor.is_floating_point() and not name.endswith(".scales"):
+        if tensor.is_floating_point() and not name.endswith((".qweight", ".scales")):
             tensor = tensor.to(self._dtype)
         return tensor.to(self._device)
 

@@ -47,7 +47,7 @@ class EngineManifest:
 
     def weight_bytes(self) -> int:
         """Bytes of all tensors on disk."""
-        width = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
+        width = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1, "float8_e4m3fn": 1}
         total = 0
         for record in self.tensors.values():
             count = 1
