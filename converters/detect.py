@@ -11,6 +11,7 @@ from typing import Any
 
 from dspark.converters.readers.base import CheckpointReader
 from dspark.converters.readers.gguf_file import MAGIC as GGUF_MAGIC
+from dspark.converters.readers.gguf_parts import part_paths
 from dspark.converters.readers.safetensors import INDEX_NAME, SINGLE_NAME
 from dspark.converters.readers.torch_bin import weight_files
 from dspark.runtime.spec.errors import InputError, UnsupportedError
@@ -94,11 +95,11 @@ def open_checkpoint(source: str | Path) -> CheckpointReader:
 
 
 def _only_gguf(directory: Path) -> Path | None:
-    """The .gguf file of a directory that holds no other weights. Raises InputError when there are several."""
+    """The .gguf file of a directory that holds no other weights, or its first part. Raises InputError when there are several models."""
     if any((directory / name).is_file() for name in (MANIFEST_NAME, SINGLE_NAME, INDEX_NAME)):
         return None
     found = sorted(directory.glob("*.gguf"))
-    if len(found) > 1:
+    if len(found) > 1 and not set(found) <= set(part_paths(found[0])):
         raise InputError(f"'{directory}' holds {len(found)} .gguf files", f"name one, such as {found[0]}")
     return found[0] if found else None
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.converters.readers.base import TensorInfo, majority_dtype
-from dspark.converters.readers.gguf_file import GgufFile, GgufTensor
+from dspark.converters.readers.gguf_file import GgufTensor
+from dspark.converters.readers.gguf_parts import GgufParts
 from dspark.converters.readers.gguf_tokenizer import bundle_from_metadata
 from dspark.converters.tokenizer_files import TokenizerBundle
 from dspark.runtime.spec.errors import InputError, UnsupportedError
@@ -43,13 +44,13 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 class GgufReader:
-    """One .gguf file."""
+    """One .gguf file, or any part of a split one."""
 
     format = "gguf"
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = GgufFile(path)
+        self._file = GgufParts(path)
         self._meta = self._file.metadata
         self._arch = str(self._meta.get("general.architecture", "unknown"))
         if self._arch not in ARCHITECTURES or self._key("expert_count"):
@@ -128,7 +129,7 @@ class GgufReader:
         return None
 
     def files(self) -> list[Path]:
-        return [self.path]
+        return list(self._file.paths)
 
     def _info(self, tensor: GgufTensor) -> TensorInfo:
         return TensorInfo(_PLAIN.get(tensor.type_name, tensor.type_name), tensor.shape)

@@ -18,7 +18,8 @@ from dspark.runtime.spec.errors import InputError, UnsupportedError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# ggml type id -> (name, elements per block, bytes per block); only what this version decodes
+# ggml type id -> (name, elements per block, bytes per block): what the gguf package decodes. Left out: Q8_1 and Q8_K, which are formats of
+# intermediate results, Q1_0, which it cannot decode, and the integer types
 BLOCK_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -28,8 +29,24 @@ BLOCK_TYPES: dict[int, tuple[str, int, int]] = {
     6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
 }
 SUPPORTED_TYPES = tuple(name for name, _, _ in BLOCK_TYPES.values())
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -92,7 +109,8 @@ class _Cursor:
 class GgufFile:
     """Metadata, tensor table and raw tensor bytes of one GGUF file.
 
-    Raises InputError for a damaged file, UnsupportedError for a version, byte order, split or tensor type that this version does not read.
+    Raises InputError for a damaged file, UnsupportedError for a version, byte order or tensor type that is not read. A part of a split
+    checkpoint is a file like any other here (see gguf_parts).
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,11 +138,6 @@ class GgufFile:
         for _ in range(num_values):
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("I"))
-        if int(self.metadata.get("split.count", 1)) > 1:
-            raise UnsupportedError(
-                f"'{self.path}' is one of {self.metadata['split.count']} parts, split files are not supported yet",
-                "merge them with llama.cpp's llama-gguf-split --merge",
-            )
         table = {}
         for _ in range(num_tensors):
             name = cursor.string()

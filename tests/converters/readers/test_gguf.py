@@ -154,7 +154,6 @@ def write_with_factors(path: Path, config: dict[str, Any], factors: torch.Tensor
     [
         ({"llama.expert_count": 8}, "experts"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, "longrope"),
-        ({"split.count": 3}, "3 parts"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:

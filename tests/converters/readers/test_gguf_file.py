@@ -68,6 +68,23 @@ def q4_k(block: bytes) -> list[float]:
     return values
 
 
+def q5_k(block: bytes) -> list[float]:
+    scales, minima = k_scales(block[4:16])
+    values: list[float] = []
+    for j in range(8):
+        low = nibbles(block[48 + 32 * (j // 2) : 80 + 32 * (j // 2)])[32 * (j % 2) : 32 * (j % 2) + 32]
+        scale, minimum = np.float32(half(block[:2])) * scales[j], np.float32(half(block[2:4])) * minima[j]
+        codes = [low[i] | (block[16 + i] >> j & 1) << 4 for i in range(32)]
+        values += [float(np.float32(scale) * code - np.float32(minimum)) for code in codes]
+    return values
+
+
+def mxfp4(block: bytes) -> list[float]:
+    """A power of two, then 4-bit floats: sign, 2 bits of exponent, 1 of mantissa."""
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    return [2.0 ** (block[0] - 127) * values[code & 7] * (-1 if code & 8 else 1) for code in nibbles(block[1:])]
+
+
 def q6_k(block: bytes) -> list[float]:
     low, high = block[:128], block[128:192]
     scales, d = struct.unpack("16b", block[192:208]), half(block[208:210])
@@ -80,7 +97,7 @@ def q6_k(block: bytes) -> list[float]:
     return values
 
 
-BY_HAND = {"Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1, "Q8_0": q8_0, "Q4_K": q4_k, "Q6_K": q6_k}
+BY_HAND = {"Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1, "Q8_0": q8_0, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "MXFP4": mxfp4}
 
 
 def write(path: Path, name: str, data: np.ndarray, kind: str, **metadata: str) -> Path:
@@ -95,14 +112,36 @@ def write(path: Path, name: str, data: np.ndarray, kind: str, **metadata: str) -
     return path
 
 
+# where the half floats of a block lie, by type; MXFP4, NVFP4 and IQ1_M have scales of fewer bits
+HALVES = {
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q4_1": [0, 2],
+    "Q5_1": [0, 2],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
+    "MXFP4": [],
+    "NVFP4": [],
+    "IQ1_M": [],
+}
+PLAIN = ("F32", "F16", "BF16")
+
+
 def blocks_of(kind: str, rows: int, per_row: int, seed: int) -> np.ndarray:
     """Random codes with sane scales: every half float in a block is drawn from -2 to 2."""
     name_to_size = {name: width for name, _, width in BLOCK_TYPES.values()}
     draw = np.random.default_rng(seed)
     raw = draw.integers(0, 256, (rows, per_row, name_to_size[kind]), dtype=np.uint8)
-    halves = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2]}.get(kind, [0])
-    for offset in halves:
+    for offset in HALVES.get(kind, [0]):
         raw[..., offset : offset + 2] = draw.uniform(-2, 2, (rows, per_row, 1)).astype("<f2").view(np.uint8)
+    if kind == "MXFP4":
+        raw[..., 0] = draw.integers(110, 140, (rows, per_row))  # a power of two: 2**-18 to 2**12
+    if kind == "IQ1_M":  # the half float is spread over the top nibbles of the four scale words
+        raw[..., 49::2] = raw[..., 49::2] & 0x0F
+        raw[..., 55] |= 0x30
     return raw.reshape(rows, -1)
 
 
@@ -115,7 +154,16 @@ def test_blocks_decode_as_written_down(tmp_path: Path, kind: str) -> None:
     assert np.array_equal(file.decode("t"), np.array(want, np.float32))
 
 
-@pytest.mark.parametrize("kind", list(BY_HAND))
+def test_every_type_of_the_package_is_read_or_left_out_on_purpose() -> None:
+    """A type that a newer gguf package decodes shows here, and its sizes are checked against the package's."""
+    decoded = {kind.name for kind in gguf.quants._type_traits} | {"F32", "F16"}
+    assert {name for name, _, _ in BLOCK_TYPES.values()} == decoded
+    for type_id, (name, block, width) in BLOCK_TYPES.items():
+        kind = gguf.GGMLQuantizationType(type_id)
+        assert (kind.name, gguf.GGML_QUANT_SIZES[kind]) == (name, (block, width))
+
+
+@pytest.mark.parametrize("kind", [name for name, _, _ in BLOCK_TYPES.values() if name not in PLAIN])
 def test_blocks_decode_bit_exact_as_the_gguf_package(tmp_path: Path, kind: str) -> None:
     raw = blocks_of(kind, rows=70, per_row=3, seed=2)
     path = write(tmp_path / "x.gguf", "t", raw, kind)
@@ -164,9 +212,10 @@ def test_metadata_of_every_type(tmp_path: Path) -> None:
     assert {key: meta[key] for key in expected} == expected and meta["ints"] == [1, -2, 3]
 
 
-def test_a_type_that_is_not_decoded_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.gguf", "t", np.zeros((2, 84), np.uint8), "Q2_K")
-    with pytest.raises(UnsupportedError, match=r"Q2_K, supported: F32, F16, BF16"):
+@pytest.mark.parametrize(("kind", "width"), [("Q8_K", 292), ("Q8_1", 40), ("Q1_0", 36), ("I32", 1024)])
+def test_a_type_that_is_not_decoded_is_named(tmp_path: Path, kind: str, width: int) -> None:
+    path = write(tmp_path / "x.gguf", "t", np.zeros((2, width), np.uint8), kind)
+    with pytest.raises(UnsupportedError, match=rf"{kind}, supported: F32, F16, BF16"):
         GgufFile(path)
 
 
