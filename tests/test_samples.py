@@ -104,15 +104,19 @@ def test_answers_are_shown_beside_their_questions(run: Run, tmp_path: Path) -> N
 @HAS_MODEL
 @pytest.mark.slow
 def test_convert_generate_quantize_and_the_python_api(run: Run, tmp_path: Path) -> None:
-    """The scripts after one another, as a reader would type them; the first one twice."""
+    """The scripts after one another, as a reader would type them; the first one twice.
+
+    The questions are ones whose every answering token leads by more than 16 bit arithmetic can move a logit here: at a near-tie the text of
+    a 16 bit engine is anybody's.
+    """
     first = run(SAMPLES / "convert_and_generate.sh", tmp_path)
     assert "12 answered, 0 errors" in first.stdout
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["custom_id"] for row in answers] == [json.loads(line)["custom_id"] for line in sample_lines()]
     assert "Paris" in answers[1]["text"]
     assert "already done" in run(SAMPLES / "convert_and_generate.sh", tmp_path).stderr
-    said = run(sys.executable, SAMPLES / "python_api.py", tmp_path / "engine", "What is the capital of France?").stdout
-    assert "Paris" in said
+    said = run(sys.executable, SAMPLES / "python_api.py", tmp_path / "engine", "What is the capital city of Japan?").stdout
+    assert "Tokyo" in said
     quantized = run(SAMPLES / "quantize.sh", tmp_path / "engine", tmp_path / "small").stdout
     assert "w8a16" in quantized and "w4a16" in quantized
     shutil.rmtree(tmp_path / "small")
