@@ -1,8 +1,8 @@
-"""The one line from a checkpoint to an engine: reader -> mapping -> [quantizer] -> writer, tensor by tensor."""
+"""The one line from a checkpoint to an engine: reader -> [lora] -> mapping -> [quantizer] -> writer, tensor by tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark.converters.audit import audit_engine
 from dspark.converters.detect import open_checkpoint
+from dspark.converters.lora.reader import LoraReader, with_adapters
 from dspark.converters.mapping import MappedModel, map_checkpoint
 from dspark.converters.quantize import QuantPlan, plan_quantization, quantized_tensors
 from dspark.converters.threads import one_torch_thread
@@ -40,14 +41,15 @@ def convert(
     audit: bool = True,
     force: bool = False,
     progress: Progress | None = None,
+    adapters: Sequence[tuple[Path, float]] = (),
 ) -> Result:
-    """Convert any checkpoint to an engine directory.
+    """Convert any checkpoint to an engine directory, with adapters (directory and weight of each) merged in.
 
     Raises InputError or UnsupportedError for a checkpoint that cannot be used, UsageError for a target that may not be written,
     QualityError when the audit refuses; in every case nothing is left behind.
     """
     check_target(Path(engine_dir), force)
-    model = map_checkpoint(open_checkpoint(source), dtype)
+    model = map_checkpoint(with_adapters(open_checkpoint(source), adapters), dtype)
     return _write(_Job(model, Path(engine_dir), force, audit, progress), dense_tensors(model), list(model.shapes))
 
 
@@ -93,7 +95,7 @@ def _write(job: _Job, tensors: Iterator[tuple[str, torch.Tensor]], names: list[s
     """The part that all conversions share: write, audit, publish."""
     model, plan = job.model, job.plan
     bundle = model.reader.tokenizer()
-    notes = [*model.notes, *tokenizer_notes(model, bundle)] + ([plan.group_note] if plan else [])
+    notes = [*getattr(model.reader, "notes", ()), *model.notes, *tokenizer_notes(model, bundle)] + ([plan.group_note] if plan else [])
     with EngineWriter(job.engine_dir, names, job.force) as writer:
         with one_torch_thread():
             for done, (name, tensor) in enumerate(tensors, 1):
@@ -131,12 +133,27 @@ def tokenizer_notes(model: MappedModel, bundle: Any) -> list[str]:
 
 
 def lineage(model: MappedModel) -> dict[str, Any]:
-    """Where an engine comes from: source name and format, its files with sizes and hashes, the versions of the tools."""
-    reader = model.reader
-    files = {path.name: {"bytes": path.stat().st_size, "xxh3": hash_file(path)} for path in reader.files()}
-    record: dict[str, Any] = {"source": Path(reader.path).resolve().name, "format": reader.format, "files": files}
+    """Where an engine comes from: source name and format, its files with sizes and hashes, adapters, the versions of the tools."""
+    merged, reader = model.reader, model.reader
+    if isinstance(merged, LoraReader):
+        reader = merged.base
+    record: dict[str, Any] = {"source": Path(reader.path).resolve().name, "format": reader.format, "files": _hashes(reader.files())}
+    if isinstance(merged, LoraReader):
+        record["adapters"] = [
+            {
+                "source": adapter.path.resolve().name,
+                "weight": adapter.weight,
+                "base_model": adapter.config.base_model,
+                "files": _hashes(adapter.files()),
+            }
+            for adapter in merged.adapters
+        ]
     record["tools"] = {name: version(name) for name in TOOLS}
     earlier = getattr(reader, "lineage", None)
     if earlier is not None:
         record["made_of"] = earlier()
     return record
+
+
+def _hashes(files: list[Path]) -> dict[str, Any]:
+    return {path.name: {"bytes": path.stat().st_size, "xxh3": hash_file(path)} for path in files}

@@ -3,6 +3,7 @@
 # ruff: noqa: RUF009 - flag() and argument() return dataclass fields
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from dspark.runtime.spec.errors import UsageError
 from dspark_cli.console import Console
 from dspark_cli.options import add_command, argument, flag
 
@@ -25,6 +27,7 @@ class ConvertOptions:
 
     source: Path = argument("checkpoint: a Hugging Face directory with safetensors weights, or a .gguf file")
     engine: Path = argument("engine directory to write")
+    lora: tuple[str, ...] = flag((), "adapter to merge in, with its weight (1 when absent)", metavar="DIR[=WEIGHT]")
     dtype: str = flag("auto", "dtype of the weights; auto: the checkpoint's own", choices=DTYPES)
     audit: bool = flag(True, "compare logits, tokenizer and chat template with transformers before publishing")
     force: bool = flag(False, "replace an engine that is already there")
@@ -34,15 +37,30 @@ def convert(console: Console, options: ConvertOptions) -> int:
     """Convert a checkpoint to an engine directory."""
     from dspark.converters.pipeline import convert as run
 
+    adapters = [parse_lora(str(text)) for text in options.lora]
     start = time.monotonic()
-    console.note(f"converting {options.source}")
+    console.note(f"converting {options.source}" + "".join(f" + {text}" for text in options.lora))
     progress = TensorProgress(console)
     try:
-        result = run(options.source, options.engine, options.dtype, options.audit, options.force, progress)
+        result = run(options.source, options.engine, options.dtype, options.audit, options.force, progress, adapters)
     finally:
         progress.close()
     report_result(console, result, time.monotonic() - start)
     return 0
+
+
+def parse_lora(text: str) -> tuple[Path, float]:
+    """Directory and weight of one --lora; a directory whose own name has a "=" is taken as it stands. Raises UsageError."""
+    path, separator, weight = text.rpartition("=")
+    if not separator or Path(text).expanduser().is_dir():
+        return Path(text).expanduser(), 1.0
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not path or not math.isfinite(value):
+        raise UsageError(f"--lora is '{text}', allowed: DIR or DIR=WEIGHT with a number", "such as --lora my-adapter=0.5")
+    return Path(path).expanduser(), value
 
 
 class TensorProgress:
