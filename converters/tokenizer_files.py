@@ -65,6 +65,16 @@ def load_transformers_tokenizer(directory: Path) -> Any:
         raise InputError(f"the tokenizer in '{directory}' cannot be read ({error})", "check its tokenizer files") from error
 
 
+def load_gguf_tokenizer(path: Path) -> Any:
+    """AutoTokenizer of a GGUF file. Raises InputError when transformers cannot read it."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise InputError(f"the tokenizer in '{path}' cannot be read by transformers ({error})", "type --no-audit to go on") from error
+
+
 def _class_hints(directory: Path) -> Any:
     """What AutoTokenizer asks of the model's config (its type, and a tokenizer class), or None without a config.json.
 

@@ -15,7 +15,7 @@ from dspark.converters.readers.base import TensorInfo, majority_dtype
 from dspark.converters.readers.gguf_file import GgufTensor
 from dspark.converters.readers.gguf_parts import GgufParts
 from dspark.converters.readers.gguf_tokenizer import bundle_from_metadata
-from dspark.converters.tokenizer_files import TokenizerBundle
+from dspark.converters.tokenizer_files import TokenizerBundle, load_gguf_tokenizer
 from dspark.runtime.spec.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -125,8 +125,13 @@ class GgufReader:
         return bundle_from_metadata(self._meta, self.path)
 
     def reference_tokenizer(self) -> Any:
-        """None: transformers 5.24 builds another tokenizer from some GGUF files than the model's own (it ignores tokenizer.ggml.pre)."""
-        return None
+        """transformers' own reading of a SentencePiece file, None for the rest, which decode every text to itself.
+
+        transformers 5.24 gives some byte-level files another tokenizer than the model's own (it knows few `tokenizer.ggml.pre`) and leaves
+        out what Phi-3 does after special tokens.
+        """
+        sentencepiece = self._meta.get("tokenizer.ggml.model") == "llama" and self._meta.get("tokenizer.ggml.add_space_prefix", True)
+        return load_gguf_tokenizer(self._file.paths[0]) if sentencepiece and self._arch == "llama" else None
 
     def files(self) -> list[Path]:
         return list(self._file.paths)

@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dspark.converters.readers.gguf_sentencepiece import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, build_sentencepiece
 from dspark.converters.tokenizer_files import TokenizerBundle
 from dspark.runtime.spec.errors import InputError, UnsupportedError
 
 _LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_CONTROL, _UNKNOWN, _USER_DEFINED = 3, 2, 4
+# Tekken and GPT-4o cut words where a capital begins one; Tekken has no contractions and single digits
+_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_TEKKEN_SPLIT = rf"{_WORD}*{_LOWER}+|{_WORD}+{_LOWER}*|\p{{N}}{_TAIL}"
+_GPT4O_SPLIT = rf"{_WORD}*{_LOWER}+{_CONTRACTION}|{_WORD}+{_LOWER}*{_CONTRACTION}|\p{{N}}{{1,3}}{_TAIL}"
 _INSTEAD = "convert the model's Hugging Face checkpoint"
 
 
@@ -57,11 +64,20 @@ def _pattern(pattern: str) -> Callable[[], Any]:
     return split
 
 
+_LLAMA3 = _Pre(_pattern(_LLAMA3_SPLIT), ignore_merges=True, add_bos=True)
 PRE_TOKENIZERS: dict[str, _Pre] = {
     "gpt-2": _Pre(_byte_level),
     "smollm": _Pre(_digits_then_byte_level),
-    "llama-bpe": _Pre(_pattern(_LLAMA3_SPLIT), ignore_merges=True, add_bos=True),
+    "starcoder": _Pre(_digits_then_byte_level),
+    "refact": _Pre(_digits_then_byte_level),  # Granite 3 too
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "dbrx": _Pre(_pattern(_LLAMA3_SPLIT)),  # cl100k: Phi-4, OLMo 2
+    "smaug-bpe": _Pre(_pattern(_LLAMA3_SPLIT)),
     "qwen2": _Pre(_pattern(_QWEN2_SPLIT), normalizer="NFC"),
+    "tekken": _Pre(_pattern(_TEKKEN_SPLIT), ignore_merges=True, add_bos=True),
+    "gpt-4o": _Pre(_pattern(_GPT4O_SPLIT)),
 }
 
 
@@ -73,23 +89,23 @@ def bundle_from_metadata(metadata: dict[str, Any], path: Path) -> TokenizerBundl
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or kind == "none":
         return None
-    if kind != "gpt2":
-        raise UnsupportedError(f"'{path}' has tokenizer.ggml.model '{kind}', supported: gpt2 (byte-level BPE)", _INSTEAD)
-    name = metadata.get("tokenizer.ggml.pre")
-    if name not in PRE_TOKENIZERS:
-        raise UnsupportedError(f"'{path}' has tokenizer.ggml.pre '{name}', supported: {', '.join(PRE_TOKENIZERS)}", _INSTEAD)
     tokens = metadata.get("tokenizer.ggml.tokens")
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not tokens or not isinstance(merges, list):
-        raise InputError(f"'{path}' has a tokenizer without tokens or merges", "download it again")
-    tokenizer = _build(tokens, merges, metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens), PRE_TOKENIZERS[name], path)
+    if not tokens:
+        raise InputError(f"'{path}' has a tokenizer without tokens", "download it again")
+    if kind == "gpt2":
+        tokenizer, default_bos = _byte_level_bpe(metadata, tokens, path)
+    elif kind in ("llama", "gemma"):
+        tokenizer, default_bos = _sentencepiece(metadata, tokens, path), True
+    else:
+        what = f"'{path}' has tokenizer.ggml.model '{kind}'"
+        raise UnsupportedError(f"{what}, supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)", _INSTEAD)
     special = {
         "bos_token": _token(metadata, tokens, "bos_token_id"),
         "eos_token": _token(metadata, tokens, "eos_token_id"),
         "unk_token": _token(metadata, tokens, "unknown_token_id"),
         "pad_token": _token(metadata, tokens, "padding_token_id"),
     }
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", PRE_TOKENIZERS[name].add_bos))
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", default_bos))
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     _add_ends(tokenizer, special["bos_token"] if add_bos else None, special["eos_token"] if add_eos else None)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -103,25 +119,55 @@ def bundle_from_metadata(metadata: dict[str, Any], path: Path) -> TokenizerBundl
     return TokenizerBundle(tokenizer.to_str(), config, metadata.get("tokenizer.chat_template"), notes)
 
 
+def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str], path: Path) -> tuple[Any, bool]:
+    """The tokenizer, and whether it adds BOS where the file does not say."""
+    name = metadata.get("tokenizer.ggml.pre")
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedError(f"'{path}' has tokenizer.ggml.pre '{name}', supported: {', '.join(PRE_TOKENIZERS)}", _INSTEAD)
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise InputError(f"'{path}' has a tokenizer without merges", "download it again")
+    pre = PRE_TOKENIZERS[name]
+    return _build(tokens, merges, _types(metadata, tokens), pre, path), pre.add_bos
+
+
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str], path: Path) -> Any:
+    merges = metadata.get("tokenizer.ggml.merges")
+    pairs = _pairs(merges, set(tokens), path) if isinstance(merges, list) else None
+    vocabulary = Vocabulary(tokens, _types(metadata, tokens), metadata.get("tokenizer.ggml.scores") or [], pairs, path)
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return build_sentencepiece(vocabulary, str(metadata.get("general.architecture")), prefix)
+
+
+def _types(metadata: dict[str, Any], tokens: list[str]) -> list[int]:
+    return metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+
+
+def _pairs(merges: list[str], known: set[str], path: Path) -> list[tuple[str, str]]:
+    """Merges as pairs. Raises InputError for one whose parts or result the vocabulary does not have."""
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    broken = [(left, right) for left, right in pairs if not {left, right, left + right} <= known]
+    if broken:
+        raise InputError(f"'{path}' has merges of tokens that are not in its vocabulary, such as {broken[0]}", "download it again")
+    return pairs
+
+
 def _build(tokens: list[str], merges: list[str], types: list[int], pre: _Pre, path: Path) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens) or len(types) != len(tokens):
         raise InputError(f"'{path}' has a token list with repeats, or another number of token types", "download it again")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    broken = [(left, right) for left, right in pairs if not {left, right, left + right} <= vocabulary.keys()]
-    if broken:
-        raise InputError(f"'{path}' has merges of tokens that are not in its vocabulary, such as {broken[0]}", "download it again")
+    pairs = _pairs(merges, set(vocabulary), path)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=pre.ignore_merges))
     if pre.normalizer:
         tokenizer.normalizer = getattr(normalizers, pre.normalizer)()
     tokenizer.pre_tokenizer = pre.split()
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, types, strict=True):
-        if kind in (_CONTROL, _UNKNOWN):
+        if kind in (CONTROL, UNKNOWN):
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == _USER_DEFINED:
+        elif kind == USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
     return tokenizer
 

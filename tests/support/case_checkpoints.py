@@ -259,11 +259,12 @@ def write_gguf(
     block_type: str | None = None,
     pre: str | None = "gpt-2",
     metadata: dict[str, Any] | None = None,
+    tokenizer: dict[str, Any] | None = None,
 ) -> State:
     """Write a GGUF file as llama.cpp's converter does and return the weights that it stands for (Hugging Face names and order).
 
     block_type: of the matrices, one that the gguf package can quantize; None keeps F32. metadata: more keys, with the architecture's
-    prefix where it applies.
+    prefix where it applies. tokenizer: the keys tokenizer.ggml.* of another tokenizer than the byte-level one.
     """
     import gguf
     import torch
@@ -282,7 +283,11 @@ def write_gguf(
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
-    _add_tokenizer(writer, config["vocab_size"], pre)
+    if tokenizer is None:
+        _add_tokenizer(writer, config["vocab_size"], pre)
+    for key, value in (tokenizer or {}).items():
+        if key.startswith("tokenizer."):
+            _add_value(writer, key, value)
     for key, value in (metadata or {}).items():
         _add_value(writer, key, value)
     effective: State = {}
