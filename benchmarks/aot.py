@@ -122,16 +122,25 @@ def model_launches(model: ModelShape) -> Iterator[Launch]:
     yield from record(lambda: elementwise.rms_norm(x, weight, 1e-5), model.name)
     yield from record(lambda: elementwise.add_rms_norm(x, x, weight, 1e-5), model.name)
     yield from record(lambda: elementwise.silu_and_mul(meta(tokens, 2 * model.intermediate)), model.name)
+    yield from record(lambda: elementwise.gelu_tanh_and_mul(meta(tokens, 2 * model.intermediate)), model.name)
     yield from record(lambda: elementwise.copy_blocks(cache, cache, ids, ids), model.name)
-    for queries, window in ((1, None), (1, 4096), (4, None), (512, None), (512, 4096)):
+    for queries, window, softcap in (
+        (1, None, 0),
+        (1, 4096, 0),
+        (1, 4096, 50),
+        (4, None, 0),
+        (512, None, 0),
+        (512, 4096, 0),
+        (512, 4096, 50),
+    ):
         sequences = 64 if queries == 1 else 2
         total = sequences * queries
         ints = meta(sequences + 1, of=torch.int32), meta(sequences, of=torch.int32), meta(sequences, 256, of=torch.int32)
         batch = AttentionBatch(*ints, meta(total, of=torch.int64), meta(total, of=torch.int64), queries, 4096)
-        label = f"{model.name} n={queries}{'' if window is None else ' window'}"
+        label = f"{model.name} n={queries}{'' if window is None else ' window'}{' softcap' if softcap else ''}"
 
-        def attend(batch: AttentionBatch = batch, total: int = total, window: int | None = window) -> None:
-            attention.paged_attention(meta(total, heads, dim), cache, cache, batch, dim**-0.5, window)
+        def attend(batch: AttentionBatch = batch, total: int = total, window: int | None = window, softcap: float = softcap) -> None:
+            attention.paged_attention(meta(total, heads, dim), cache, cache, batch, dim**-0.5, window, softcap)
 
         yield from record(attend, label)
     for bits, symmetric in ((4, True), (4, False), (8, True)):

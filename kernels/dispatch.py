@@ -18,6 +18,7 @@ OPS = (
     "rope_store_kv",
     "paged_attention",
     "silu_and_mul",
+    "gelu_tanh_and_mul",
     "copy_blocks",
     "make_dense_linear",
     "make_wna16_linear",
@@ -28,7 +29,7 @@ OPS = (
 CACHE_OPS = ("rope_store_kv", "paged_attention", "copy_blocks")
 """Ops that share the KV cache. Its inner layout is the implementation's own, so one implementation takes all of them or none."""
 
-_ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope_store_kv", "silu_and_mul", "copy_blocks")
+_ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope_store_kv", "silu_and_mul", "gelu_tanh_and_mul", "copy_blocks")
 _MODULES: dict[str, dict[str, str]] = {
     "triton": {
         **dict.fromkeys(_ELEMENTWISE, "dspark.kernels.triton.elementwise"),

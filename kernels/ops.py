@@ -29,15 +29,17 @@ class Kernels:
         self.selections: dict[str, Selection] = {op: select(op, facts, choice) for op in OPS}
         bound = {op: selection.function for op, selection in self.selections.items()}
         self.rms_norm: Callable[..., torch.Tensor] = bound["rms_norm"]
-        """(x [T, H], weight [H], eps) -> [T, H]"""
+        """(x [T, H], weight [H], eps) -> [T, H]; a weight may be float32 beside a 16-bit x"""
         self.add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = bound["add_rms_norm"]
         """(x [T, H], residual [T, H], weight [H], eps) -> (normed, new residual); the residual may be updated in place"""
         self.rope_store_kv: Callable[..., torch.Tensor] = bound["rope_store_kv"]
         """(qkv, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, num_heads) -> q [T, num_heads, D]; qkv may be overwritten"""
         self.paged_attention: Callable[..., torch.Tensor] = bound["paged_attention"]
-        """(q [T, num_heads, D], k_cache, v_cache, AttentionBatch, scale, window) -> [T, num_heads * D]"""
+        """(q [T, num_heads, D], k_cache, v_cache, AttentionBatch, scale, window, softcap = 0) -> [T, num_heads * D]"""
         self.silu_and_mul: Callable[[torch.Tensor], torch.Tensor] = bound["silu_and_mul"]
         """gate_up [T, 2 * I] -> [T, I]"""
+        self.gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor] = bound["gelu_tanh_and_mul"]
+        """the same with GELU in its tanh form"""
         self.copy_blocks: Callable[..., None] = bound["copy_blocks"]
         """(k_cache, v_cache, source ids, target ids): whole blocks"""
 

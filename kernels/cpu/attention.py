@@ -55,6 +55,14 @@ def _softmax(row, begin, end):
     row[end:] = np.float32(0.0)
 
 
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _cap(row, softcap):
+    """s -> softcap * tanh(s / softcap) in place, for scores of any size."""
+    twice = np.float32(2.0) / softcap
+    for i in range(row.shape[0]):
+        row[i] = softcap - np.float32(2.0) * softcap / (np.float32(1.0) + exp_approx(row[i] * twice))
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def _load_queries(q, source, group, num_rows, q_width, head_dim, scale, rows_q):
     """Widen and scale query rows: row = query * group + head in group, so that neighbours share their limits."""
@@ -90,11 +98,26 @@ def _prefetch_first_keys(k_flat, task, query_start, context_lens, tables, block_
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _attend_tasks(
-    worker, num_workers, q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens, shape, scale, window, scratch_len, out
+    worker,
+    num_workers,
+    q,
+    q_width,
+    k_flat,
+    v_flat,
+    tables,
+    tasks,
+    query_start,
+    context_lens,
+    shape,
+    scale,
+    window,
+    softcap,
+    scratch_len,
+    out,
 ):
     """One worker's share: every num_workers-th of the tasks int32 [n, 3] (sequence, first query of the tile, key/value head).
 
-    shape: num_heads, num_kv_heads, block_size, head_dim. window 0 is full attention. q rows are q_width elements apart.
+    shape: num_heads, num_kv_heads, block_size, head_dim. window 0 is full attention, softcap 0 is none. q rows are q_width elements apart.
     """
     num_heads, num_kv_heads, block_size, head_dim = shape
     group = num_heads // num_kv_heads
@@ -131,6 +154,8 @@ def _attend_tasks(
             for r in range(tile):
                 limit = first_limit + (row0 + r) // group
                 begin = max(limit - window, 0) if window > 0 else 0
+                if softcap > 0:
+                    _cap(scores[r * scratch_len + begin - low : r * scratch_len + limit - low], softcap)
                 _softmax(scores[r * scratch_len : r * scratch_len + high - low], begin - low, limit - low)
             acc[:] = np.float32(0.0)
             if row0 + ROW_TILE >= num_rows and t + num_workers < tasks.shape[0]:
@@ -146,7 +171,7 @@ def _attend_tasks(
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def _attend_parallel(
-    num_workers, q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens, shape, scale, window, scratch_len, out
+    num_workers, q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens, shape, scale, window, softcap, scratch_len, out
 ):
     for worker in prange(num_workers):
         _attend_tasks(
@@ -163,6 +188,7 @@ def _attend_parallel(
             shape,
             scale,
             window,
+            softcap,
             scratch_len,
             out,
         )
@@ -188,7 +214,13 @@ def _cut_tasks(query_start, context_lens, num_kv_heads):
 
 
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, scale: float, window: int | None
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """See `kernels.reference.attention`; the keys are dimension-major (module docstring)."""
     num_tokens, num_heads, head_dim = q.shape
@@ -213,6 +245,7 @@ def paged_attention(
         (num_heads, num_kv_heads, block_size, head_dim),
         np.float32(scale),
         window or 0,
+        np.float32(softcap),
         scratch_len,
         as_array(out.view(-1)),
     )

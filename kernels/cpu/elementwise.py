@@ -54,6 +54,15 @@ def _silu_row(gate, up, target):
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _gelu_tanh_row(gate, up, target):
+    """gelu(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3)), which is its tanh form with one exponential."""
+    for i in range(target.shape[0]):
+        value = widen(gate[i])
+        inner = np.float32(1.5957691216057308) * value * (np.float32(1.0) + np.float32(0.044715) * value * value)
+        store(target, i, value / (np.float32(1.0) + exp_approx(-inner)) * widen(up[i]))
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
 def _rotate_head(head, cos, sin):
     """Half-split rotation in place of the first 2 * len(cos) values."""
     half = cos.shape[0]
@@ -125,6 +134,20 @@ def _silu_serial(gate_up, out):
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _gelu_tanh_parallel(gate_up, out):
+    width = out.shape[1]
+    for row in prange(out.shape[0]):
+        _gelu_tanh_row(gate_up[row, :width], gate_up[row, width:], out[row])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _gelu_tanh_serial(gate_up, out):
+    width = out.shape[1]
+    for row in range(out.shape[0]):
+        _gelu_tanh_row(gate_up[row, :width], gate_up[row, width:], out[row])
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def _rope_store_parallel(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots, shape):
     for t in prange(qkv.shape[0]):
         _rope_store_row(qkv[t], cos[t], sin[t], q_norm, k_norm, eps, k_flat, v_flat, slots[t], shape)
@@ -157,6 +180,14 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.reference.elementwise`."""
     out = empty_rows(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.dtype)
     run = _silu_serial if out.numel() <= SERIAL_ELEMENTS else _silu_parallel
+    run(as_array(gate_up), as_array(out))
+    return out
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `kernels.reference.elementwise`."""
+    out = empty_rows(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.dtype)
+    run = _gelu_tanh_serial if out.numel() <= SERIAL_ELEMENTS else _gelu_tanh_parallel
     run(as_array(gate_up), as_array(out))
     return out
 

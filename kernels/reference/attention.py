@@ -6,12 +6,19 @@ from dspark.kernels.batch import AttentionBatch
 
 
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, scale: float, window: int | None
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention of q [T, num_heads, D] over the pages -> [T, num_heads * D], dtype of q.
 
     Caches [num_blocks, num_kv_heads, block_size, D], already holding this step's keys and values. Query j (of n) of a sequence with
     context length c stands at position c - n + j and sees the keys up to and including its own; with a window, the last `window` of them.
+    With a softcap c, scores s become c * tanh(s / c) before the mask; 0 is none.
     """
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     num_heads = q.shape[1]
@@ -26,6 +33,8 @@ def paged_attention(
         keys, values = (page[:context_len].float() for page in pages)
         queries = q[rows].float().view(num_queries, num_kv_heads, group, head_dim)
         scores = torch.einsum("qhgd,khd->hgqk", queries, keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         query_pos = torch.arange(context_len - num_queries, context_len, device=q.device)[:, None]
         key_pos = torch.arange(context_len, device=q.device)[None]
         hidden = key_pos > query_pos

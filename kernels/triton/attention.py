@@ -18,12 +18,19 @@ def supports(op: str, facts: KernelFacts) -> str | None:
 
 
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, scale: float, window: int | None
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention of q [T, num_heads, D] over the pages -> [T, num_heads * D], dtype of q.
 
     Caches [num_blocks, num_kv_heads, block_size, D], already holding this step's keys and values. Query j (of n) of a sequence with
     context length c stands at position c - n + j and sees the keys up to and including its own; with a window, the last `window` of them.
+    With a softcap c, scores s become c * tanh(s / c) before the mask; 0 is none.
     A step of single-token queries takes the decode kernel, any other the prefill kernel (which runs its decode rows too).
     """
     from dspark.kernels.triton.attention_kernels import decode_kernel, prefill_kernel
@@ -54,6 +61,7 @@ def paged_attention(
         scale * math.log2(math.e),
         GROUP=group,
         WINDOW=window or 0,
+        SOFTCAP=float(softcap),
         CACHE_BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         BLOCK_M=tile.rows,

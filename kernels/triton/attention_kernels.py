@@ -22,6 +22,7 @@ def _attend(
     cache_slot_stride,
     scale,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     CACHE_BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -49,6 +50,8 @@ def _attend(
         at = slot[:, None] + dim[None, :]
         k = tl.load(k_ptr + at, mask=load_mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP > 0:  # tanh by one exponential; the scores are in base 2, the cap is not: 1.4427 is log2(e)
+            scores = SOFTCAP * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / SOFTCAP))))
         visible = inside[None, :] & (key[None, :] <= query_position[:, None])
         if WINDOW > 0:
             visible = visible & (key[None, :] > query_position[:, None] - WINDOW)
@@ -83,6 +86,7 @@ def decode_kernel(
     scale,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     CACHE_BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -116,6 +120,7 @@ def decode_kernel(
         cache_slot_stride,
         scale,
         WINDOW,
+        SOFTCAP,
         CACHE_BLOCK_SIZE,
         HEAD_DIM,
         BLOCK_M,
@@ -146,6 +151,7 @@ def prefill_kernel(
     scale,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     CACHE_BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -191,6 +197,7 @@ def prefill_kernel(
             cache_slot_stride,
             scale,
             WINDOW,
+            SOFTCAP,
             CACHE_BLOCK_SIZE,
             HEAD_DIM,
             BLOCK_M,

@@ -1,5 +1,7 @@
 """Norms, rope with KV store, activation and block copy on Triton: names and signatures of `kernels.reference.elementwise`."""
 
+from typing import Any
+
 import torch
 
 from dspark.kernels.facts import KernelFacts
@@ -47,13 +49,24 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 * I], gate first -> silu(gate) * up [T, I]."""
     from dspark.kernels.triton.elementwise_kernels import silu_and_mul_kernel
 
+    return _activate(silu_and_mul_kernel, gate_up)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 * I], gate first -> gelu(gate) * up [T, I], GELU in its tanh form."""
+    from dspark.kernels.triton.elementwise_kernels import gelu_tanh_and_mul_kernel
+
+    return _activate(gelu_tanh_and_mul_kernel, gate_up)
+
+
+def _activate(kernel: Any, gate_up: torch.Tensor) -> torch.Tensor:
     gate_up = _rows(gate_up)
     num_tokens, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, intermediate, dtype=gate_up.dtype, device=gate_up.device)
     block = min(tiles.ACTIVATION_BLOCK, tiles.next_power_of_two(intermediate))
     grid = (num_tokens, -(-intermediate // block))
     strides = gate_up.stride(0), out.stride(0)
-    launcher.launch(silu_and_mul_kernel, grid, gate_up, out, intermediate, *strides, BLOCK=block, num_warps=4)
+    launcher.launch(kernel, grid, gate_up, out, intermediate, *strides, BLOCK=block, num_warps=4)
     return out
 
 

@@ -46,6 +46,20 @@ def silu_and_mul_kernel(gate_up_ptr, out_ptr, intermediate, gate_up_stride, out_
 
 
 @triton.jit
+def gelu_tanh_and_mul_kernel(gate_up_ptr, out_ptr, intermediate, gate_up_stride, out_stride, BLOCK: tl.constexpr):
+    """One program a row and a block of columns: out = gelu(gate) * up, as x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3))."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < intermediate
+    gate_at = gate_up_ptr + row * gate_up_stride + cols
+    gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_at + intermediate, mask=mask, other=0.0).to(tl.float32)
+    inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+    activated = gate / (1.0 + tl.exp(-inner)) * up
+    tl.store(out_ptr + row * out_stride + cols, activated.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def rope_store_kv_kernel(
     qkv_ptr,
     cos_ptr,

@@ -1,5 +1,7 @@
 """The attention reference against torch's own SDPA on contiguous keys, and against numbers worked out by hand."""
 
+import math
+
 import pytest
 import torch
 from kernel_cases import CASES, Case, attention_batch
@@ -10,7 +12,7 @@ from dspark.kernels.reference.attention import paged_attention
 
 def naive(case: Case, dtype: torch.dtype) -> torch.Tensor:
     """Each sequence gathered by slot, through scaled_dot_product_attention in float64 with an explicit mask."""
-    q, k_cache, v_cache, batch, scale, window = case.args(dtype)
+    q, k_cache, v_cache, batch, scale, window, softcap = case.args(dtype)
     num_heads, block_size, head_dim = q.shape[1], k_cache.shape[2], q.shape[2]
     outputs = []
     for i in range(batch.num_sequences):
@@ -27,7 +29,11 @@ def naive(case: Case, dtype: torch.dtype) -> torch.Tensor:
         group = num_heads // keys.shape[0]
         heads = q[first:last].transpose(0, 1).double()
         keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-        out = torch.nn.functional.scaled_dot_product_attention(heads, keys, values, mask, scale=scale)
+        if softcap:
+            scores = softcap * (heads @ keys.mT * scale / softcap).tanh()
+            out = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ values
+        else:
+            out = torch.nn.functional.scaled_dot_product_attention(heads, keys, values, mask, scale=scale)
         outputs.append(out.transpose(0, 1).reshape(last - first, num_heads * head_dim))
     return torch.cat(outputs)
 
@@ -52,3 +58,5 @@ def test_two_keys_by_hand() -> None:
     torch.testing.assert_close(out, torch.tensor([[10.0], [17.5]]))
     only_own = paged_attention(torch.ones(2, 1, 1), k_cache, v_cache, batch, 1.0, 1)
     torch.testing.assert_close(only_own, torch.tensor([[10.0], [20.0]]))
+    capped = paged_attention(torch.ones(2, 1, 1), k_cache, v_cache, batch, 1e6, None, softcap=math.log(3))
+    torch.testing.assert_close(capped, torch.tensor([[10.0], [17.5]]))  # a score far beyond the cap becomes the cap

@@ -30,6 +30,12 @@ def test_add_rms_norm_norms_the_rounded_sum() -> None:
     assert normed.tolist() == [[1.0, 1.0]]
 
 
+def test_gelu_tanh_and_mul_on_paper() -> None:
+    """gelu(1) = (1 + tanh(sqrt(2 / pi) * 1.044715)) / 2 = (1 + tanh(0.833562)) / 2 = 0.841192, and far out the gate itself or nothing."""
+    out = elementwise.gelu_tanh_and_mul(torch.tensor([[1.0, -20.0, 20.0, 10.0, 3.0, 0.5]]))
+    torch.testing.assert_close(out, torch.tensor([[8.41192, 0.0, 10.0]]), rtol=1e-6, atol=1e-6)
+
+
 def test_silu_and_mul_takes_the_gate_first() -> None:
     out = elementwise.silu_and_mul(torch.tensor([[1.0, -2.0, 10.0, 100.0]]))
     torch.testing.assert_close(out, torch.tensor([[10 / (1 + math.exp(-1)), -200 / (1 + math.exp(2))]]))

@@ -21,6 +21,7 @@ KERNELS = {
     "rms_norm_kernel",
     "add_rms_norm_kernel",
     "silu_and_mul_kernel",
+    "gelu_tanh_and_mul_kernel",
     "rope_store_kv_kernel",
     "copy_blocks_kernel",
     "decode_kernel",

@@ -29,7 +29,16 @@ from tolerances import assert_matches
 from dspark.kernels.dispatch import decline_reason, implementation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-_OPS_BY_VALUE = ("paged_attention", "make_wna16_linear", "rope_store_kv", "add_rms_norm", "rms_norm", "silu_and_mul", "copy_blocks")
+_OPS_BY_VALUE = (
+    "paged_attention",
+    "make_wna16_linear",
+    "rope_store_kv",
+    "add_rms_norm",
+    "rms_norm",
+    "silu_and_mul",
+    "gelu_tanh_and_mul",
+    "copy_blocks",
+)
 
 _LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 LARGE_CASES = [

@@ -54,6 +54,9 @@ def silu_and_mul_args(dtype: torch.dtype, seed: int, num_tokens: int, intermedia
     return (2 * _randn(_generator(seed), num_tokens, 2 * intermediate, dtype=dtype),)
 
 
+gelu_tanh_and_mul_args = silu_and_mul_args
+
+
 def rope_store_kv_args(
     dtype: torch.dtype,
     seed: int,
@@ -131,8 +134,9 @@ def paged_attention_args(
     block_size: int = 16,
     window: int | None = None,
     poison: float = NAN,
+    softcap: float = 0.0,
 ) -> Args:
-    """(q, k_cache, v_cache, batch, scale, window). Every slot that no query may see holds `poison`: it must not reach the output."""
+    """(q, k_cache, v_cache, batch, scale, window, softcap). Slots that no query may see hold `poison`: it must not reach the output."""
     g = _generator(seed)
     batch, num_blocks = attention_batch(sequences, block_size, seed)
     q = _randn(g, batch.num_tokens, num_heads, head_dim, dtype=dtype)
@@ -144,7 +148,7 @@ def paged_attention_args(
     for _ in range(2):
         cache = _randn(g, num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype)
         caches.append(torch.where(owned.view(num_blocks, 1, block_size, 1), cache, torch.tensor(poison, dtype=dtype)))
-    return q, caches[0], caches[1], batch, head_dim**-0.5, window
+    return q, caches[0], caches[1], batch, head_dim**-0.5, window, softcap
 
 
 # ---- linear --------------------------------------------------------------------------------------------------------------------
@@ -212,6 +216,7 @@ _MAKERS = {
     "rms_norm": rms_norm_args,
     "add_rms_norm": add_rms_norm_args,
     "silu_and_mul": silu_and_mul_args,
+    "gelu_tanh_and_mul": gelu_tanh_and_mul_args,
     "rope_store_kv": rope_store_kv_args,
     "copy_blocks": copy_blocks_args,
     "paged_attention": paged_attention_args,
@@ -229,12 +234,15 @@ _SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     for op in ("rms_norm", "add_rms_norm")
 }
 _SHAPES |= {
-    "silu_and_mul": {
+    op: {
         "empty": {"num_tokens": 0, "intermediate": 96},
         "one_token": {"num_tokens": 1, "intermediate": 1536},
         "odd": {"num_tokens": 5, "intermediate": 77},
         "many": {"num_tokens": 33, "intermediate": 256},
-    },
+    }
+    for op in ("silu_and_mul", "gelu_tanh_and_mul")
+}
+_SHAPES |= {
     "rope_store_kv": {
         "empty": {"num_tokens": 0, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64},
         "one_token": {"num_tokens": 1, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
@@ -244,6 +252,7 @@ _SHAPES |= {
         "d128_norm": {"num_tokens": 19, "num_heads": 8, "num_kv_heads": 1, "head_dim": 128, "qk_norm": True},
         "d96_norm": {"num_tokens": 3, "num_heads": 3, "num_kv_heads": 3, "head_dim": 96, "qk_norm": True},
         "d256": {"num_tokens": 3, "num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "block_size": 32},
+        "d64_no_rope": {"num_tokens": 5, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "rotary_dim": 0},
     },
     "copy_blocks": {
         "none": {"num_pairs": 0, "num_kv_heads": 2, "head_dim": 64},
@@ -269,6 +278,9 @@ _SHAPES |= {
         "window_1": {"sequences": [(4, 9), (1, 3)], "num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "window": 1},
         "chunk": {"sequences": [(3, 300)], "num_heads": 4, "num_kv_heads": 1, "head_dim": 64},
         "chunk_window": {"sequences": [(40, 150)], "num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "window": 50},
+        "softcap": {"sequences": [(1, 33), (20, 41)], "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "softcap": 0.5},
+        "softcap_window": {"sequences": [(1, 70), (9, 40)], "num_heads": 2, "num_kv_heads": 1, "head_dim": 256}
+        | {"softcap": 50.0, "window": 20},
         "mixed": {"sequences": _MIXED, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
         "mixed_block_32": {"sequences": _MIXED, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "block_size": 32},
     },
@@ -366,6 +378,7 @@ def random_cases(op: str, seed: int, count: int) -> list[Case]:
                 "head_dim": rng.choice([16, 32, 64, 80, 96, 128]),
                 "block_size": rng.choice([8, 16, 32]),
                 "window": rng.choice([None, None, rng.randint(1, 90)]),
+                "softcap": rng.choice([0.0, 0.0, 2.0]),
             }
         else:
             group_size = rng.choice([32, 64, 128])
