@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.converters.mapping import linear_modules, parameter_count
+from dspark.converters.mapping import fuse_state, linear_modules, parameter_count
 from dspark.converters.readers.base import CheckpointReader
 from dspark.converters.readers.safetensors import open_safetensors
 from dspark.converters.threads import one_torch_thread
@@ -134,13 +134,15 @@ def reference_model(directory: Path, manifest: EngineManifest) -> Any:
     import transformers
 
     described = hf_config_from_model(manifest.model)
-    stem = described["architectures"][0].removesuffix("ForCausalLM")
-    config = getattr(transformers, f"{stem}Config")(**described)
+    config = transformers.AutoConfig.for_model(**described)
     config._attn_implementation = "eager"
     with torch.device("meta"):  # no random initialisation of weights that are replaced at once
-        model = getattr(transformers, f"{stem}ForCausalLM")(config)
+        model = getattr(transformers, described["architectures"][0])(config)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its buffers are computed, not loaded
-    missing, unexpected = model.load_state_dict(dense_state(directory, manifest), strict=False, assign=True)
+    embed = model.model.embed_tokens
+    if hasattr(embed, "scalar_embed_scale"):  # so is Gemma's factor on the embedding
+        embed.embed_scale = torch.tensor(embed.scalar_embed_scale)
+    missing, unexpected = model.load_state_dict(fuse_state(manifest.model, dense_state(directory, manifest)), strict=False, assign=True)
     if manifest.model.tie_word_embeddings:
         model.tie_weights()
         missing = [name for name in missing if name != "lm_head.weight"]
@@ -150,7 +152,7 @@ def reference_model(directory: Path, manifest: EngineManifest) -> Any:
 
 
 def dense_state(directory: Path, manifest: EngineManifest) -> dict[str, torch.Tensor]:
-    """Every weight of an engine as a dense float32 tensor by its Hugging Face name."""
+    """Every weight of an engine as a dense float32 tensor by its name."""
     import torch
 
     from dspark.kernels.wna16 import Wna16Weight

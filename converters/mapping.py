@@ -1,13 +1,14 @@
 """From a checkpoint's tensors to the engine's: every name and shape checked before the first one is written.
 
-The engine's names are Hugging Face's of the Llama family, the same for every family; what differs is which of them exist.
+The engine's names are Hugging Face's of the Llama family, the same for every family; what differs is which of them exist. Modules that a
+family's checkpoints hold as one (Family.fused) are split, so that each part is quantized, adapted and exported on its own.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dspark.converters.readers.base import CheckpointReader, TensorInfo, summarize
@@ -29,23 +30,39 @@ _COMPARE_ROWS = 4096
 
 
 @dataclass(frozen=True)
+class FusedPart:
+    """Where a tensor stands in a checkpoint that holds it together with others: rows first_row .. first_row + num_rows - 1 of `source`."""
+
+    source: str
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class MappedModel:
-    """What will be written: the config, each tensor's name and shape in order of use, and what the user should know."""
+    """What will be written: the config, each tensor's name and shape in order of use, and what the user should know.
+
+    parts: the tensors that the checkpoint holds inside others.
+    """
 
     reader: CheckpointReader
     config: ModelConfig
     shapes: dict[str, tuple[int, ...]]
     notes: tuple[str, ...]
+    parts: dict[str, FusedPart] = field(default_factory=dict)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor as the checkpoint has it, checked for the engine's dtype but not cast."""
-        return self.reader.read(name)
+        part = self.parts.get(name)
+        if part is None:
+            return self.reader.read(name)
+        return self.reader.read(part.source)[part.first_row : part.first_row + part.num_rows]
 
     def read_cast(self, name: str) -> torch.Tensor:
         """One tensor in the engine's dtype. Raises InputError when a finite value would become infinite (float16 holds up to 65504)."""
         import torch
 
-        weight = self.reader.read(name)
+        weight = self.read(name)
         cast = weight.to(getattr(torch, self.config.dtype))
         if self.config.dtype == "float16" and weight.dtype != torch.float16 and bool((cast.isinf() & weight.isfinite()).any()):
             raise InputError(f"{name} has values beyond what float16 holds ({float(weight.abs().max()):g})", "type --dtype bfloat16")
@@ -65,9 +82,10 @@ def map_checkpoint(reader: CheckpointReader, dtype: str = "auto") -> MappedModel
     notes: list[str] = []
     config = _settle_head(config, found, reader, notes)
     shapes = expected_tensors(config)
+    parts = _split_fused(config, found, shapes)
     _check(found, shapes, reader)
     config = replace(config, dtype=_choose_dtype(dtype, reader, notes))
-    return MappedModel(reader, config, shapes, tuple(notes))
+    return MappedModel(reader, config, shapes, tuple(notes), parts)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -87,6 +105,41 @@ def linear_modules(config: ModelConfig) -> dict[str, tuple[int, int]]:
         for name, shape in expected_tensors(config).items()
         if len(shape) == 2 and name != EMBEDDING
     }
+
+
+def fused_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Module that the family's checkpoints hold -> the modules of ours that it stacks along its outputs, in that order."""
+    return {
+        f"model.layers.{layer}.{fused}": tuple(f"model.layers.{layer}.{part}" for part in parts)
+        for layer in range(config.num_layers)
+        for fused, parts in FAMILIES[config.family].fused.items()
+    }
+
+
+def fuse_state(config: ModelConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Dense tensors by our names -> by those of the family's checkpoints. Inverse of the split that `map_checkpoint` makes."""
+    import torch
+
+    state = dict(state)
+    for fused, parts in fused_names(config).items():
+        state[f"{fused}.weight"] = torch.cat([state.pop(f"{part}.weight") for part in parts])
+    return state
+
+
+def _split_fused(config: ModelConfig, found: dict[str, TensorInfo], shapes: dict[str, tuple[int, ...]]) -> dict[str, FusedPart]:
+    """Replace the fused tensors in `found` by their parts, where the widths agree; any other stays and is reported as unexpected."""
+    located: dict[str, FusedPart] = {}
+    for fused, modules in fused_names(config).items():
+        names, source = [f"{module}.weight" for module in modules], f"{fused}.weight"
+        rows, width = sum(shapes[name][0] for name in names), shapes[names[0]][1:]
+        if source not in found or found[source].shape != (rows, *width) or any(name in found for name in names):
+            continue
+        info, first_row = found.pop(source), 0
+        for name in names:
+            located[name] = FusedPart(source, first_row, shapes[name][0])
+            found[name] = replace(info, shape=shapes[name])
+            first_row += shapes[name][0]
+    return located
 
 
 def _settle_head(config: ModelConfig, found: dict[str, TensorInfo], reader: CheckpointReader, notes: list[str]) -> ModelConfig:

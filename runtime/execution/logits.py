@@ -7,7 +7,7 @@ import torch
 from dspark.runtime.execution.forward_batch import build_forward_batch
 from dspark.runtime.kv.manager import KVCacheManager
 from dspark.runtime.kv.pool import allocate_pool
-from dspark.runtime.layers.rope import RotaryEmbedding
+from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder
 from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput
 from dspark.runtime.scheduling.sequence import Sequence
@@ -25,15 +25,15 @@ def logits_for(model: Decoder, token_ids: list[int], chunk: int | None = None) -
     seq = Sequence(Request(0, token_ids, SamplingParams()), 0, 0)
     kv = KVCacheManager(-(-len(token_ids) // facts.block_size), facts.block_size)
     caches = allocate_pool(config, kv.num_blocks, facts.block_size, facts.dtype, facts.device)
-    rope = RotaryEmbedding(config.rope, config.head_dim, len(token_ids), config.max_position, facts.device)
+    rope = RotaryTables(config, len(token_ids), facts.device)
     parts = []
     while seq.num_uncomputed:
         count = min(chunk or len(token_ids), seq.num_uncomputed)
         kv.extend(seq, seq.num_computed, seq.num_computed + count)
         batch = build_forward_batch(SchedulerOutput([ScheduledSequence(seq, count)]), facts.block_size, facts.device)
-        cos, sin = rope.lookup(batch.attention.positions, batch.rope_lengths)
+        rotations = rope.lookup(batch.attention.positions, batch.rope_lengths)
         rows = torch.arange(count, device=facts.device)
-        hidden = model.forward(batch.token_ids, cos, sin, caches, batch.attention, rows)
+        hidden = model.forward(batch.token_ids, rotations, caches, batch.attention, rows)
         parts.append(model.logits(hidden).float().cpu())
         seq.num_computed += count
     return torch.cat(parts)

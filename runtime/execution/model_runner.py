@@ -7,7 +7,7 @@ import time
 import torch
 
 from dspark.runtime.execution.forward_batch import build_forward_batch
-from dspark.runtime.layers.rope import RotaryEmbedding
+from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder, KVCaches
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
@@ -16,7 +16,7 @@ from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
 class ModelRunner:
     """Model, KV pool and sampler of one device. forward_s: seconds spent in the model (not in building inputs or sampling)."""
 
-    def __init__(self, model: Decoder, caches: KVCaches, rope: RotaryEmbedding, sampler: Sampler, block_size: int, device: str) -> None:
+    def __init__(self, model: Decoder, caches: KVCaches, rope: RotaryTables, sampler: Sampler, block_size: int, device: str) -> None:
         self.model = model
         self.caches = caches
         self.rope = rope
@@ -31,9 +31,9 @@ class ModelRunner:
         """Copy blocks, run the model over the plan's tokens, draw one token for each sequence that asks for one."""
         self._copy_blocks(plan.copies)
         batch = build_forward_batch(plan, self.block_size, self.device)
-        cos, sin = self.rope.lookup(batch.attention.positions, batch.rope_lengths)
+        rotations = self.rope.lookup(batch.attention.positions, batch.rope_lengths)
         started = time.perf_counter()
-        hidden = self.model.forward(batch.token_ids, cos, sin, self.caches, batch.attention, batch.sample_rows)
+        hidden = self.model.forward(batch.token_ids, rotations, self.caches, batch.attention, batch.sample_rows)
         sampling = [item.seq for item in plan.sampling]
         if not sampling:
             self.forward_s += time.perf_counter() - started

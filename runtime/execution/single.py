@@ -12,7 +12,7 @@ from dspark.runtime.execution.loader import TORCH_DTYPES, load_model, resolve_de
 from dspark.runtime.execution.memory import kv_pool_bytes, num_blocks
 from dspark.runtime.execution.model_runner import ModelRunner
 from dspark.runtime.kv.pool import allocate_pool, bytes_per_block
-from dspark.runtime.layers.rope import RotaryEmbedding
+from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
 from dspark.runtime.spec.engine_config import EngineConfig
@@ -47,7 +47,7 @@ class SingleExecutor:
         self.num_blocks = num_blocks(kv_pool_bytes(config, self.device, block_bytes, max_model_len), block_bytes)
         self._pool_bytes = self.num_blocks * block_bytes
         caches = allocate_pool(manifest.model, self.num_blocks, config.block_size, dtype, self.device)
-        self._rope = RotaryEmbedding(manifest.model.rope, manifest.model.head_dim, max_model_len, manifest.model.max_position, self.device)
+        self._rope = RotaryTables(manifest.model, max_model_len, self.device)
         sampler = Sampler(frozenset(manifest.model.eos_token_ids), record_gaps)
         self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device)
         self._dtype = manifest.model.dtype

@@ -13,17 +13,20 @@ from dspark.kernels.ops import AttentionBatch, Kernels, LinearFn
 class Attention:
     """qkv projection -> (q/k norm) -> rope -> cache -> attention; o_proj is the caller's, which may want fewer rows of it.
 
-    window: see ModelConfig.sliding_window.
+    q_norm, k_norm: factors of a norm over each head [D]. full_width_norms: factors of a norm over all heads of q [num_heads * D] and over
+    all of k, or None. window: see ModelConfig.sliding_window. softcap: see ModelConfig, 0 for none.
     """
 
     qkv_proj: LinearFn
     o_proj: LinearFn
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    full_width_norms: tuple[torch.Tensor, torch.Tensor] | None
     eps: float
     num_heads: int
     scale: float
     window: int | None
+    softcap: float
     kernels: Kernels
 
     def __call__(
@@ -36,7 +39,17 @@ class Attention:
     ) -> torch.Tensor:
         """x [T, H] -> heads side by side [T, num_heads * head_dim]; stores this step's keys and values in the layer's cache."""
         k_cache, v_cache = cache
+        qkv = self.qkv_proj(x)
+        if self.full_width_norms is not None:
+            self._norm_full_width(qkv, *self.full_width_norms)
         q = self.kernels.rope_store_kv(
-            self.qkv_proj(x), cos, sin, self.q_norm, self.k_norm, self.eps, k_cache, v_cache, batch.slot_mapping, self.num_heads
+            qkv, cos, sin, self.q_norm, self.k_norm, self.eps, k_cache, v_cache, batch.slot_mapping, self.num_heads
         )
-        return self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, self.window)
+        return self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, self.window, self.softcap)
+
+    def _norm_full_width(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
+        """Norm q and k in place."""
+        q_width, k_width = q_norm.shape[0], k_norm.shape[0]
+        for columns, weight in ((slice(0, q_width), q_norm), (slice(q_width, q_width + k_width), k_norm)):
+            part = qkv[:, columns]
+            part.copy_(self.kernels.rms_norm(part.contiguous(), weight, self.eps))

@@ -1,6 +1,7 @@
 """Rotary position embedding: cos and sin of every position, with the context extensions of the families.
 
-Sources: RoPE (Su et al. 2021), linear interpolation (Chen et al. 2023), dynamic NTK (bloc97 2023), YaRN (Peng et al. 2023), Llama 3.1.
+Sources: RoPE (Su et al. 2021), linear interpolation (Chen et al. 2023), dynamic NTK (bloc97 2023), YaRN (Peng et al. 2023), Llama 3.1,
+LongRoPE (Ding et al. 2024).
 The frequencies equal those of transformers' `modeling_rope_utils` (tested).
 """
 
@@ -10,7 +11,10 @@ import math
 
 import torch
 
-from dspark.runtime.spec.model_config import RopeConfig
+from dspark.runtime.spec.model_config import ModelConfig, RopeConfig
+
+Rotations = list[tuple[torch.Tensor, torch.Tensor]]
+"""cos and sin [T, R / 2] of a step's tokens, one pair for each rope of the model (ModelConfig.ropes)."""
 
 
 def _base_frequencies(theta: float, dim: int) -> torch.Tensor:
@@ -45,16 +49,24 @@ def _yarn(inv_freq: torch.Tensor, rope: RopeConfig, original: int, dim: int) -> 
     return inv_freq / rope.factor * (1 - keep) + inv_freq * keep
 
 
+def _longrope(factors: tuple[float, ...], theta: float, dim: int) -> torch.Tensor:
+    """Every frequency is divided by a searched factor of its own."""
+    exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponent)
+
+
 def _mscale(scale: float, mscale: float = 1.0) -> float:
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
 
-def attention_factor(rope: RopeConfig) -> float:
-    """Factor on cos and sin (YaRN's temperature); 1 for the other kinds."""
-    if rope.kind != "yarn":
+def attention_factor(rope: RopeConfig, original: int) -> float:
+    """Factor on cos and sin (the temperature of YaRN and LongRoPE); 1 for the other kinds."""
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
     if rope.mscale and rope.mscale_all_dim:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
     return _mscale(rope.factor)
@@ -63,8 +75,8 @@ def attention_factor(rope: RopeConfig) -> float:
 class RotaryEmbedding:
     """cos and sin for positions below max_len, float32 [max_len, R / 2], R = rotated dimensions of a head.
 
-    The dynamic kind has no fixed table: beyond the original context its base grows with the length that the sequence has when the token
-    is computed, so `lookup` also takes that length per token.
+    Two kinds follow the length that the sequence has when the token is computed, so `lookup` also takes that length per token: beyond the
+    original context the base of the dynamic kind grows with it, and longrope changes to its long factors.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_len: int, max_position: int, device: torch.device | str = "cpu") -> None:
@@ -79,25 +91,57 @@ class RotaryEmbedding:
             inv_freq = _llama3(inv_freq, rope, self.original)
         elif rope.kind == "yarn":
             inv_freq = _yarn(inv_freq, rope, self.original, self.dim)
+        elif rope.kind == "longrope":
+            inv_freq = _longrope(rope.short_factor, rope.theta, self.dim)
+        self.cos, self.sin = self._table(inv_freq, max_len)
+        if rope.kind == "longrope" and max_len > self.original:
+            self.long_cos, self.long_sin = self._table(_longrope(rope.long_factor, rope.theta, self.dim), max_len)
+
+    def _table(self, inv_freq: torch.Tensor, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq[None]
-        factor = attention_factor(rope)
-        self.cos, self.sin = (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+        factor = attention_factor(self.rope, self.original)
+        return (angles.cos() * factor).to(self.device), (angles.sin() * factor).to(self.device)
 
     @property
-    def is_dynamic(self) -> bool:
-        return self.rope.kind == "dynamic"
+    def follows_length(self) -> bool:
+        """Whether a key depends on more than its token and position."""
+        return self.rope.kind in ("dynamic", "longrope")
 
     def cache_salt(self, prompt_len: int) -> int:
-        """What a sequence's keys depend on besides its tokens (see kv.PrefixIndex.root): its prompt's length, when the base follows it."""
-        return prompt_len if self.is_dynamic and prompt_len > self.original else 0
+        """What a sequence's keys depend on besides its tokens (see kv.PrefixIndex.root): its prompt's length, when the base follows it;
+        for longrope only whether the prompt is beyond the original context."""
+        if not self.follows_length or prompt_len <= self.original:
+            return 0
+        return prompt_len if self.rope.kind == "dynamic" else 1
 
     def lookup(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin [T, R / 2] of positions int64 [T]; lengths int64 [T] (dynamic only): the sequence's length at each token."""
-        if not self.is_dynamic or lengths is None or int(lengths.max()) <= self.original:
+        """cos, sin [T, R / 2] of positions int64 [T]; lengths int64 [T]: the sequence's length at each token (see `follows_length`)."""
+        if not self.follows_length or lengths is None or int(lengths.max()) <= self.original:
             return self.cos[positions], self.sin[positions]
+        if self.rope.kind == "longrope":
+            beyond = (lengths > self.original)[:, None]
+            return (
+                torch.where(beyond, self.long_cos[positions], self.cos[positions]),
+                torch.where(beyond, self.long_sin[positions], self.sin[positions]),
+            )
         grown = self.rope.factor * lengths.double() / self.original - (self.rope.factor - 1)
         theta = self.rope.theta * grown.clamp(min=1.0) ** (self.dim / (self.dim - 2))
         exponent = torch.arange(0, self.dim, 2, dtype=torch.int64, device=positions.device).float() / self.dim
         inv_freq = 1.0 / (theta.float()[:, None] ** exponent[None])
         angles = positions.float()[:, None] * inv_freq
         return angles.cos(), angles.sin()
+
+
+class RotaryTables:
+    """The rotary embeddings of a model's layers: one for each of `ModelConfig.ropes`, in that order."""
+
+    def __init__(self, config: ModelConfig, max_len: int, device: torch.device | str = "cpu") -> None:
+        self.tables = [RotaryEmbedding(rope, config.head_dim, max_len, config.max_position, device) for rope in config.ropes()]
+
+    def cache_salt(self, prompt_len: int) -> int:
+        """See RotaryEmbedding.cache_salt; a model has at most one rope that follows the length."""
+        return max(table.cache_salt(prompt_len) for table in self.tables)
+
+    def lookup(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> Rotations:
+        """cos and sin of these positions, for each rope."""
+        return [table.lookup(positions, lengths) for table in self.tables]

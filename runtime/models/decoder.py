@@ -1,4 +1,8 @@
-"""The decoder that all families share: embed, layers, norm, head. Family deltas are flags of ModelConfig."""
+"""The decoder that all families share: embed, layers, norm, head.
+
+Family deltas are numbers and flags of ModelConfig; each becomes an object or a value of a layer when the model is built, so that the
+forward pass is the same for all.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,11 @@ import torch
 from dspark.kernels.ops import AttentionBatch, Kernels, LinearFn
 from dspark.runtime.layers.attention import Attention
 from dspark.runtime.layers.linear import load_linear
-from dspark.runtime.layers.mlp import GatedMLP
+from dspark.runtime.layers.mlp import FeedForward, load_gated_mlp
+from dspark.runtime.layers.norm import ResidualStep, load_norm
+from dspark.runtime.layers.rope import Rotations
 from dspark.runtime.layers.weights import WeightSource
+from dspark.runtime.models.base import norm_names
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.quant import QuantConfig
 
@@ -19,84 +26,122 @@ KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class DecoderLayer:
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, each followed by its step onto the residual stream (which also makes the next block's input).
 
-    input_norm: torch.Tensor
+    rotation: which of the step's rotations this layer takes.
+    """
+
     attention: Attention
-    post_norm: torch.Tensor
-    mlp: GatedMLP
+    after_attention: ResidualStep
+    mlp: FeedForward
+    after_mlp: ResidualStep
+    rotation: int
 
 
+@dataclass
 class Decoder:
-    """A loaded model. forward: token ids -> hidden states; logits: hidden states of the rows that draw a token -> logits."""
+    """A loaded model. forward: token ids -> hidden states; logits: hidden states of the rows that draw a token -> logits.
 
-    def __init__(
-        self, config: ModelConfig, kernels: Kernels, embedding: torch.Tensor, layers: list[DecoderLayer], norm: torch.Tensor, head: LinearFn
-    ) -> None:
-        self.config = config
-        self.kernels = kernels
-        self.embedding = embedding
-        self.layers = layers
-        self.norm = norm
-        self.head = head
+    embedding_scale: 0-dimensional factor on the embedding rows, or a number. first_norm: of the first layer's input. norm: before the head.
+    """
+
+    config: ModelConfig
+    kernels: Kernels
+    embedding: torch.Tensor
+    embedding_scale: torch.Tensor | float
+    first_norm: torch.Tensor | None
+    layers: list[DecoderLayer]
+    norm: torch.Tensor
+    head: LinearFn
 
     def forward(
-        self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, caches: KVCaches, batch: AttentionBatch, rows: torch.Tensor
+        self, token_ids: torch.Tensor, rotations: Rotations, caches: KVCaches, batch: AttentionBatch, rows: torch.Tensor
     ) -> torch.Tensor:
-        """token_ids int64 [T], cos and sin [T, R / 2] -> residual stream after the last layer, before the final norm, of the tokens `rows`
-        (int64 [rows], ascending) [rows, H]. In the last layer the other tokens only leave their keys and values."""
-        kernels, eps = self.kernels, self.config.rms_norm_eps
-        residual = self.embedding[token_ids]
-        hidden = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
+        """token_ids int64 [T], rotations as RotaryTables.lookup gives them -> residual stream after the last layer, before the final norm,
+        of the tokens `rows` (int64 [rows], ascending) [rows, H]. In the last layer the other tokens only leave their keys and values."""
+        residual = self._embed(token_ids)
+        hidden = residual if self.first_norm is None else self.kernels.rms_norm(residual, self.first_norm, self.config.rms_norm_eps)
         for i, layer in enumerate(self.layers):
-            hidden = layer.attention(hidden, cos, sin, caches[i], batch)
+            hidden = layer.attention(hidden, *rotations[layer.rotation], caches[i], batch)
             if i + 1 == len(self.layers) and rows.shape[0] < residual.shape[0]:
                 hidden, residual = hidden[rows], residual[rows]
             hidden = layer.attention.o_proj(hidden)
-            hidden, residual = kernels.add_rms_norm(hidden, residual, layer.post_norm, eps)
+            hidden, residual = layer.after_attention(hidden, residual)
             hidden = layer.mlp(hidden)
-            if i + 1 < len(self.layers):
-                hidden, residual = kernels.add_rms_norm(hidden, residual, self.layers[i + 1].input_norm, eps)
-        return residual + hidden
+            hidden, residual = layer.after_mlp(hidden, residual)
+        return residual
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = self.embedding[token_ids]
+        return rows if self.config.embedding_multiplier == 1.0 else rows * self.embedding_scale
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Residual stream [rows, H] -> logits [rows, V]."""
-        return self.head(self.kernels.rms_norm(hidden, self.norm, self.config.rms_norm_eps))
+        """Residual stream [rows, H] -> logits [rows, V]; capped ones are float32, since tanh in 16 bits would make ties."""
+        config = self.config
+        logits = self.head(self.kernels.rms_norm(hidden, self.norm, config.rms_norm_eps))
+        if config.logits_divisor != 1.0:
+            logits = logits / config.logits_divisor
+        if config.logits_softcap is not None:
+            logits = torch.tanh(logits.float() / config.logits_softcap) * config.logits_softcap
+        return logits
 
 
 def build_decoder(config: ModelConfig, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels) -> Decoder:
     """Take every tensor of the model from `weights`, layer by layer, and re-lay it for the kernels."""
     embedding = weights.take("model.embed_tokens.weight")
-    layers = [_build_layer(config, i, quant, weights, kernels) for i in range(config.num_layers)]
-    norm = weights.take("model.norm.weight")
+    scale: torch.Tensor | float = config.embedding_multiplier
+    if config.round_embedding_multiplier:
+        scale = torch.tensor(scale, dtype=embedding.dtype, device=embedding.device)
+    first_norms = [_first_norm(config, i, weights) for i in range(config.num_layers)]
+    layers = [_build_layer(config, i, [*first_norms, None][i + 1], quant, weights, kernels) for i in range(config.num_layers)]
+    norm = load_norm("model.norm", weights, config.norm_offset)
     if config.tie_word_embeddings:
         head = kernels.dense_linear(embedding)
     else:
         head = load_linear(["lm_head"], weights, quant, kernels)
-    return Decoder(config, kernels, embedding, layers, norm, head)
+    return Decoder(config, kernels, embedding, scale, first_norms[0], layers, norm, head)
 
 
-def _build_layer(config: ModelConfig, index: int, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels) -> DecoderLayer:
-    name = f"model.layers.{index}"
-    attention = Attention(
-        qkv_proj=load_linear([f"{name}.self_attn.{p}_proj" for p in "qkv"], weights, quant, kernels),
-        o_proj=load_linear([f"{name}.self_attn.o_proj"], weights, quant, kernels),
-        q_norm=weights.take(f"{name}.self_attn.q_norm.weight") if config.qk_norm else None,
-        k_norm=weights.take(f"{name}.self_attn.k_norm.weight") if config.qk_norm else None,
+def _first_norm(config: ModelConfig, index: int, weights: WeightSource) -> torch.Tensor | None:
+    name = norm_names(config).before_attention
+    return load_norm(f"model.layers.{index}.{name}", weights, config.norm_offset) if name else None
+
+
+def _build_layer(
+    config: ModelConfig, index: int, next_norm: torch.Tensor | None, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels
+) -> DecoderLayer:
+    """next_norm: of the next layer's input; the last layer has none, its stream goes to the final norm."""
+    layer, names = f"model.layers.{index}", norm_names(config)
+
+    def norm(name: str | None) -> torch.Tensor | None:
+        return load_norm(f"{layer}.{name}", weights, config.norm_offset) if name else None
+
+    def step(post_norm: str | None, pre_norm: torch.Tensor | None) -> ResidualStep:
+        return ResidualStep(norm(post_norm), config.residual_multiplier, pre_norm, config.rms_norm_eps, kernels)
+
+    return DecoderLayer(
+        attention=_build_attention(config, index, quant, weights, kernels),
+        after_attention=step(names.after_attention, norm(names.before_mlp)),
+        mlp=load_gated_mlp(f"{layer}.mlp", config.hidden_act, quant, weights, kernels),
+        after_mlp=step(names.after_mlp, next_norm),
+        rotation=config.ropes().index(config.rope_of_layer(index)),
+    )
+
+
+def _build_attention(config: ModelConfig, index: int, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels) -> Attention:
+    name = f"model.layers.{index}.self_attn"
+    norms = [load_norm(f"{name}.{which}_norm", weights, config.norm_offset) for which in "qk"] if config.qk_norm else [None, None]
+    per_head = not config.full_width_qk_norm
+    return Attention(
+        qkv_proj=load_linear([f"{name}.{p}_proj" for p in "qkv"], weights, quant, kernels),
+        o_proj=load_linear([f"{name}.o_proj"], weights, quant, kernels),
+        q_norm=norms[0] if per_head else None,
+        k_norm=norms[1] if per_head else None,
+        full_width_norms=None if per_head else (norms[0], norms[1]),
         eps=config.rms_norm_eps,
         num_heads=config.num_heads,
-        scale=config.head_dim**-0.5,
+        scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
         window=config.window_of_layer(index),
+        softcap=config.attention_softcap or 0.0,
         kernels=kernels,
-    )
-    mlp = GatedMLP(
-        gate_up_proj=load_linear([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], weights, quant, kernels),
-        down_proj=load_linear([f"{name}.mlp.down_proj"], weights, quant, kernels),
-        kernels=kernels,
-    )
-    return DecoderLayer(
-        input_norm=weights.take(f"{name}.input_layernorm.weight"),
-        attention=attention,
-        post_norm=weights.take(f"{name}.post_attention_layernorm.weight"),
-        mlp=mlp,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -14,7 +14,9 @@ class RopeConfig:
     """Rotary position embedding (half-split rotation).
 
     kind: one of ROPE_KINDS. factor: context extension factor. original_max_position: context the model was first trained at.
-    The other fields belong to `llama3` (low/high_freq_factor) and `yarn` (beta_fast, beta_slow, mscale..., truncate).
+    The other fields belong to `llama3` (low/high_freq_factor), `yarn` (beta_fast, beta_slow, mscale..., truncate) and `longrope`
+    (short_factor, long_factor: what divides the frequency of each rotated pair, up to and beyond the original context).
+    partial_rotary_factor: share of a head's dimensions that is rotated, 0 for none.
     """
 
     theta: float = 10000.0
@@ -30,6 +32,18 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     partial_rotary_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RopeConfig:
+        """Inverse of `asdict`."""
+        lists = {name: tuple(data.get(name, ())) for name in ("short_factor", "long_factor")}
+        return cls(**{**data, **lists})
+
+
+NO_ROPE = RopeConfig(partial_rotary_factor=0.0)
+"""The rope of a layer without position embedding (NoPE)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,12 @@ class ModelConfig:
     family: key of the family table in `runtime.models`. dtype: dtype of the weights and activations, as a string.
     sliding_window: number of tokens a query can see (itself included), or None; sliding_layers says for which layers it holds.
     eos_token_ids: every id that ends a text.
+
+    pre_norms, post_norms: an RMS norm before each block, and one on its result before that is added to the residual stream.
+    norm_offset: norms multiply by 1 + weight. full_width_qk_norm: with qk_norm, one norm over all heads of q and one over all of k.
+    attention_scale: factor on the scores, None for head_dim ** -0.5. *_softcap c: values become c * tanh(value / c).
+    embedding_multiplier: factor on the embedding rows; round_embedding_multiplier: rounded to the weights' dtype before.
+    local_rope: rope of the sliding layers where it is another one. rope_layers: which layers rotate at all, empty for all.
     """
 
     family: str
@@ -64,6 +84,19 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    pre_norms: bool = True
+    post_norms: bool = False
+    norm_offset: bool = False
+    full_width_qk_norm: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    logits_divisor: float = 1.0
+    embedding_multiplier: float = 1.0
+    round_embedding_multiplier: bool = False
+    residual_multiplier: float = 1.0
+    local_rope: RopeConfig | None = None
+    rope_layers: tuple[bool, ...] = ()
 
     def window_of_layer(self, layer: int) -> int | None:
         """Sliding window of one layer in tokens, or None for full attention."""
@@ -71,10 +104,25 @@ class ModelConfig:
             return None
         return self.sliding_window if not self.sliding_layers or self.sliding_layers[layer] else None
 
+    def rope_of_layer(self, layer: int) -> RopeConfig:
+        """Rope of one layer, NO_ROPE where it has none."""
+        if self.rope_layers and not self.rope_layers[layer]:
+            return NO_ROPE
+        return self.local_rope if self.local_rope is not None and self.window_of_layer(layer) is not None else self.rope
+
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The distinct ropes of the layers, in order of first use."""
+        return tuple(dict.fromkeys(self.rope_of_layer(layer) for layer in range(self.num_layers)))
+
     @property
     def context_length(self) -> int:
-        """Tokens the model can see: linear and dynamic rope stretch the trained context by their factor, yarn the original one."""
+        """Tokens the model can see: linear and dynamic rope stretch the trained context by their factor, yarn the original one.
+
+        A model with a local rope (Gemma 3) states the stretched context itself, and so does longrope.
+        """
         rope = self.rope
+        if self.local_rope is not None:
+            return self.max_position
         if rope.kind in ("linear", "dynamic"):
             return int(self.max_position * rope.factor)
         if rope.kind == "yarn" and rope.original_max_position:
@@ -92,7 +140,9 @@ class ModelConfig:
         if unknown:
             raise TypeError(f"unknown model keys {unknown}")
         values = dict(data)
-        values["rope"] = RopeConfig(**values.get("rope", {}))
-        for name in ("sliding_layers", "eos_token_ids"):
+        values["rope"] = RopeConfig.from_json(values.get("rope", {}))
+        if values.get("local_rope") is not None:
+            values["local_rope"] = RopeConfig.from_json(values["local_rope"])
+        for name in ("sliding_layers", "rope_layers", "eos_token_ids"):
             values[name] = tuple(values.get(name, ()))
         return cls(**values)

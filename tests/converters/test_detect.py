@@ -79,9 +79,9 @@ def test_other_things_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "model type 'gemma2' is not supported, supported: llama"),
+        ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, "model type 'gemma' is not supported, supported: llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope' is not supported, supported: default"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "rope scaling 'su' is not supported, supported: default"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ],
 )

@@ -132,7 +132,7 @@ def test_dynamic_scaling_opens_the_context_it_is_for() -> None:
             "'mixtral' is not supported, supported: llama",
         ),
         ({"model_type": None, "architectures": []}, UnsupportedError, "architecture unknown"),
-        ({"hidden_act": "gelu_pytorch_tanh"}, UnsupportedError, "'gelu_pytorch_tanh' is not supported, supported: silu"),
+        ({"hidden_act": "gelu"}, UnsupportedError, "'gelu' is not supported, supported: silu, swish, gelu_pytorch_tanh"),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, UnsupportedError, "'su' is not supported, supported: default, linear, dynamic"),
         ({"rope_scaling": {"type": "linear"}}, InputError, "'linear' needs a positive number for factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, InputError, "low_freq_factor, high_freq_factor"),

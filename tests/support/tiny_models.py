@@ -52,6 +52,15 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
 
 
+def _longrope(num_pairs: int) -> dict[str, Any]:
+    """Factors that differ from pair to pair, and the long ones from the short."""
+    short = [1.0 + 0.02 * pair for pair in range(num_pairs)]
+    long = [1.0 + 0.5 * pair for pair in range(num_pairs)]
+    return {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short, "long_factor": long}
+
+
+_GEMMA: dict[str, Any] = {"sliding_window": 24, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+
 # name -> (transformers class stem, what differs from _BASE)
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -73,6 +82,41 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2", {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32, "attention_bias": True}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.125, "logits_scaling": 4.0, "mlp_bias": True},
+    ),
+    "granite-tied": ("Granite", {"tie_word_embeddings": True, "embedding_multiplier": 6.0, "attention_bias": True}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
+    "smollm3-window": (
+        "SmolLM3",
+        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 24, "mlp_bias": True},
+    ),
+    "olmo2": ("Olmo2", {"num_hidden_layers": 3}),
+    "olmo2-mha": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True, "rms_norm_eps": 1e-5}),
+    "phi3": ("Phi3", {"sliding_window": 24, "original_max_position_embeddings": 64}),
+    "phi3-partial": ("Phi3", {"head_dim": 32, "partial_rotary_factor": 0.5, "hidden_size": 128, "tie_word_embeddings": True}),
+    "phi3-longrope": (
+        "Phi3",
+        {"original_max_position_embeddings": 64, "rope_parameters": _longrope(12), "partial_rotary_factor": 0.75, "head_dim": 32}
+        | {"hidden_size": 128},
+    ),
+    "gemma2": ("Gemma2", {"num_hidden_layers": 3, **_GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0}),
+    "gemma2-uncapped": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+    "gemma3": (
+        "Gemma3Text",
+        {"num_hidden_layers": 3, **_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma3-linear": (
+        "Gemma3Text",
+        {"num_hidden_layers": 6, **_GEMMA, "tie_word_embeddings": False, "final_logit_softcapping": 6.0}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
 }
 FAMILIES: list[str] = list(_VARIANTS)
 
@@ -96,13 +140,14 @@ def make_tiny_model(family: str, seed: int = 0, **config_overrides: Any) -> Any:
 
     stem, changes = _VARIANTS[family]
     config = getattr(transformers, f"{stem}Config")(**{**_BASE, **changes, **config_overrides})
-    model = getattr(transformers, f"{stem}ForCausalLM")(config).float().eval()
+    model = getattr(transformers, f"{stem.removesuffix('Text')}ForCausalLM")(config).float().eval()
+    norm_center = 0.0 if stem.startswith("Gemma") else 1.0  # Gemma's norms multiply by 1 + weight
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             spread = _spread(name, bool(config.tie_word_embeddings))
             noise = torch.randn(weight.shape, generator=generator) * spread
-            weight.copy_(1 + noise if name.endswith("norm.weight") else noise)
+            weight.copy_(norm_center + noise if name.endswith("norm.weight") else noise)
     return model
 
 
