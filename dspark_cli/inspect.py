@@ -16,6 +16,7 @@ from dspark_cli.console import Console
 from dspark_cli.convert import describe_scheme
 from dspark_cli.options import add_command, argument
 
+ADAPTER_CONFIG = "adapter_config.json"
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -23,13 +24,17 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 class InspectOptions:
     """Flags of `dspark inspect`."""
 
-    path: Path = argument("engine directory, or a checkpoint that convert reads")
+    path: Path = argument("engine directory, LoRA adapter, or a checkpoint that convert reads")
 
 
 def inspect(console: Console, options: InspectOptions) -> int:
     """What PATH is: format, family, size, scheme, memory need."""
-    is_engine = options.path.is_dir() and (options.path / MANIFEST_NAME).is_file()
-    facts = engine_facts(load_manifest(options.path)) if is_engine else checkpoint_facts(options.path)
+    if (options.path / MANIFEST_NAME).is_file():
+        facts = engine_facts(load_manifest(options.path))
+    elif (options.path / ADAPTER_CONFIG).is_file():
+        facts = adapter_facts(options.path)
+    else:
+        facts = checkpoint_facts(options.path)
     console.document({"path": str(options.path), **facts})
     for key, value in facts.items():
         if value not in (None, [], {}):
@@ -48,6 +53,7 @@ def engine_facts(manifest: EngineManifest) -> dict[str, Any]:
         "ignored_layers": list(manifest.quant.ignore) if manifest.quant else None,
         "weight_bytes": manifest.weight_bytes(),
         "source": f"{manifest.lineage.get('source', 'unknown')} ({manifest.lineage.get('format', 'unknown')})",
+        "adapters": [f"{adapter['source']} x{adapter['weight']:g}" for adapter in manifest.lineage.get("adapters", ())],
         "audit": manifest.audit.get("summary", "not audited"),
         "quality": quality or None,
         "notes": list(manifest.notes),
@@ -70,6 +76,13 @@ def checkpoint_facts(path: Path) -> dict[str, Any]:
         "file_bytes": sum(file.stat().st_size for file in reader.files()),
         "notes": list(mapped.notes),
     }
+
+
+def adapter_facts(path: Path) -> dict[str, Any]:
+    """An adapter in numbers: what it is, what it was trained on, which layers it changes; one that cannot be merged says why."""
+    from dspark.converters.lora.describe import describe_adapter
+
+    return describe_adapter(path)
 
 
 def model_facts(config: ModelConfig) -> dict[str, Any]:

@@ -65,28 +65,34 @@ class Patch:
         return self.has(*roles) or self.replacement(leaf) is not None
 
 
-def sort_keys(adapter: Adapter, shapes: dict[str, Shape], faults: list[str]) -> dict[str, Patch]:
-    """Layer -> patch. shapes: of the base model's tensors, a tied head among them. Keys that fit nowhere are added to `faults`."""
+def sort_roles(adapter: Adapter) -> tuple[dict[str, Patch], list[str]]:
+    """Layer -> patch, and the keys that are no part of an adapter, or that give a part twice."""
     patches: dict[str, Patch] = {}
-    lost, twice = [], []
+    unknown = []
     # PEFT saves a resized layer that was also trained whole under both names: the plain one, sorted first, is the trained one
     for key in sorted(adapter.shapes(), key=lambda key: _SAVED.search(key) is not None):
         name, untouched = _ORIGINAL.subn("", key.removeprefix(_PREFIX))
         name, marked = _SAVED.subn("", name)
         match = _KEY.fullmatch(name)
-        role = next((_ROLES[i][1] for i in range(len(_ROLES)) if match is not None and match[f"role{i}"] is not None), None)
-        if match is None or role is None or f"{match['module']}.{_leaf(role)}" not in shapes:
-            lost.append(key)
+        if match is None:
+            unknown.append(key)
         elif not untouched:
+            role = next(_ROLES[i][1] for i in range(len(_ROLES)) if match[f"role{i}"] is not None)
             keys = patches.setdefault(match["module"], Patch(adapter, match["module"])).keys
             if role in keys and not marked:
-                twice.append(key)
+                unknown.append(f"{key} (given twice)")
             keys.setdefault(role, key)
+    return patches, unknown
+
+
+def sort_keys(adapter: Adapter, shapes: dict[str, Shape], faults: list[str]) -> dict[str, Patch]:
+    """Layer -> patch. shapes: of the base model's tensors, a tied head among them. Keys that fit nowhere are added to `faults`."""
+    patches, lost = sort_roles(adapter)
+    for patch in patches.values():
+        lost += [key for role, key in patch.keys.items() if f"{patch.module}.{_leaf(role)}" not in shapes]
     if lost:
         faults.append(f"no such layer in the base: {summarize(lost, 8)}")
-    if twice:
-        faults.append(f"given twice: {summarize(twice, 8)}")
-    return patches
+    return {module: patch for module, patch in patches.items() if f"{module}.weight" in shapes}
 
 
 def _leaf(role: str) -> str:

@@ -6,8 +6,9 @@
     tokens          W'[ids] = rows
     saved           W' = the saved tensor
 
-Several adapters: each change W' - W is taken against the base itself, multiplied by the adapter's weight and added in the order given, so
-the order matters to rounding only. Rows of new tokens, which the base does not have, are the adapter's own, whatever its weight.
+Several adapters: each change W' - W is multiplied by the adapter's weight and added in the order given. A change is taken against the base
+itself, so the order matters to rounding only; but DoRA, like PEFT, rescales the sum that it finds (by the norms of the base with its own
+matrices), so there the order counts. Rows of new tokens, which the base does not have, are the adapter's own, whatever its weight.
 """
 
 from __future__ import annotations
@@ -23,19 +24,26 @@ def merge(base: torch.Tensor, patches: list[Patch], leaf: str, rows: int) -> tor
     """A layer's `leaf` after all adapters, float32 [rows, ...]. base: as the checkpoint has it; it is not written to."""
     original = base.to(torch.float32)
     if len(patches) == 1 and patches[0].adapter.weight == 1:
-        return apply_patch(original, patches[0], leaf)
+        alone = adapt(original, patches[0], leaf)
+        factor = dora_factor(alone, patches[0], leaf)
+        return alone if factor is None else alone.mul_(factor)
     total = original[:rows].clone()
     for patch in patches:
-        result = apply_patch(original, patch, leaf)
+        result = adapt(original, patch, leaf)
+        factor = dora_factor(result, patch, leaf)
         both = min(rows, original.shape[0], result.shape[0])
-        total[:both].add_(result[:both].sub_(original[:both]), alpha=patch.adapter.weight)
+        change = result[:both].sub_(original[:both])
+        if factor is not None:
+            factor = factor[:both] if factor.shape[0] > 1 else factor
+            change.add_(total[:both]).mul_(factor).sub_(total[:both])
+        total[:both].add_(change, alpha=patch.adapter.weight)
         if result.shape[0] > total.shape[0]:
-            total = torch.cat((total, result[total.shape[0] :]))
+            total = torch.cat((total, result[total.shape[0] :] if factor is None else result[total.shape[0] :] * factor[-1:]))
     return total
 
 
-def apply_patch(base: torch.Tensor, patch: Patch, leaf: str) -> torch.Tensor:
-    """The layer's `leaf` as this adapter alone makes it, a new float32 tensor. base: float32."""
+def adapt(base: torch.Tensor, patch: Patch, leaf: str) -> torch.Tensor:
+    """The layer's `leaf` as this adapter alone makes it, magnitudes apart: a new float32 tensor. base: float32."""
     read, keys = patch.adapter.read, patch.keys
     replaced = patch.replacement(leaf)
     weight = read(replaced).clone() if replaced is not None else base.clone()
@@ -47,19 +55,19 @@ def apply_patch(base: torch.Tensor, patch: Patch, leaf: str) -> torch.Tensor:
         weight[list(ids)] = read(keys["tokens"])
     if patch.has("A"):
         weight.addmm_(read(keys["B"]), read(keys["A"]), alpha=scaling)
-        return _set_norms(weight, read(keys["magnitude"]), dim=1) if patch.has("magnitude") else weight
     if patch.has("embedding_A"):
         # contiguous, so that a head that is tied to this embedding gets bit for bit the same product
         weight.addmm_(read(keys["embedding_A"]).t().contiguous(), read(keys["embedding_B"]).t().contiguous(), alpha=scaling)
-        return _set_norms(weight, read(keys["magnitude"]), dim=0) if patch.has("magnitude") else weight
     return weight
 
 
-def _set_norms(weight: torch.Tensor, magnitude: torch.Tensor, dim: int) -> torch.Tensor:
-    """Scale in place so that the norms along `dim` are the magnitudes; what is all zero stays so."""
-    norms = torch.linalg.norm(weight, dim=dim)
-    factor = torch.where(norms > 0, magnitude / norms, 0.0)
-    return weight.mul_(factor.unsqueeze(dim))
+def dora_factor(adapted: torch.Tensor, patch: Patch, leaf: str) -> torch.Tensor | None:
+    """Magnitude over norm, [rows, 1] or for an embedding [1, columns]; None without DoRA. What is all zero stays so."""
+    if leaf != "weight" or not patch.has("magnitude"):
+        return None
+    dim = 1 if patch.has("A") else 0
+    norms = torch.linalg.norm(adapted, dim=dim)
+    return torch.where(norms > 0, patch.adapter.read(patch.keys["magnitude"]) / norms, 0.0).unsqueeze(dim)
 
 
 def equal_values(first: torch.Tensor, second: torch.Tensor) -> bool:
