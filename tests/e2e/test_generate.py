@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import tiny_engine
-from tiny_models import EOS_ID, build_tokenizer, make_tiny_model
+from tiny_models import BOS_ID, CHAT_TEMPLATE, EOS_ID, build_tokenizer, make_tiny_checkpoint, make_tiny_model, save_tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
+from dspark.converters.pipeline import convert
 from dspark.runtime.kv.pool import bytes_per_block
 from dspark.runtime.spec.manifest import load_manifest
 from dspark_cli.app import run
@@ -219,6 +222,28 @@ def test_penalties_and_filters_agree_with_transformers(typed: Typed, model: Any)
     assert record["text"] == shown(greedy(model, PROMPTS[0], 30, repetition_penalty=1.8)) != shown(greedy(model, PROMPTS[0], 30))
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):  # one token is left, whatever the temperature
         assert answer(typed, temperature=1.7, seed=1, **narrow)["text"] == shown(greedy(model, PROMPTS[0])), narrow
+
+
+def test_the_checkpoints_own_ends_and_beginnings_hold(typed: Typed, plain: list[int], tmp_path: Path) -> None:
+    """A second end-of-text token, named in generation_config.json only; a BOS before raw texts, and not twice before chats."""
+    checkpoint = make_tiny_checkpoint(tmp_path / "checkpoint", "llama-wide", seed=SEED)
+    settings = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, plain[4]], "temperature": 0.9, "max_new_tokens": 2}
+    (checkpoint / "generation_config.json").write_text(json.dumps(settings))
+    convert(checkpoint, tmp_path / "two-ends", audit=False)
+    write({"custom_id": "a", "prompt": PROMPTS[0]})
+    assert typed("generate", "in.jsonl", "out.jsonl", "--engine", "two-ends")[0] == 0
+    assert (records()[0]["text"], records()[0]["finish_reason"]) == (shown(plain[:4]), "stop")
+    tokenizer = build_tokenizer()
+    tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS_ID)])
+    save_tokenizer(checkpoint, tokenizer, chat_template="<|bos|>" + CHAT_TEMPLATE)
+    convert(checkpoint, tmp_path / "with-bos", audit=False)
+    chat = [{"role": "user", "content": "hi"}]
+    write({"custom_id": "raw", "prompt": PROMPTS[0]}, {"custom_id": "chat", "messages": chat})
+    assert typed("generate", "in.jsonl", "out.jsonl", "--engine", "with-bos")[0] == 0
+    reference = AutoTokenizer.from_pretrained(checkpoint)
+    rendered = reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    wanted = [reference(PROMPTS[0])["input_ids"], reference(rendered, add_special_tokens=False)["input_ids"]]
+    assert [record["usage"]["prompt_tokens"] for record in records()] == [len(ids) for ids in wanted] and wanted[0][0] == BOS_ID
 
 
 def test_every_option_survives_a_pool_that_is_too_small_for_all(typed: Typed, engine: Path) -> None:

@@ -6,6 +6,8 @@ and compute: a tiny model for every run of the tests, the sample model for the s
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
 import random
 import re
@@ -22,6 +24,7 @@ import pytest
 from engine_runs import tiny_engine
 from sample_model import needs_sample_model, prompt_lines, sample_engine
 
+from dspark.kernels.compile_cache import make_cache_optional
 from dspark_cli.app import run
 
 PROGRAM = """
@@ -177,3 +180,41 @@ def test_a_file_that_may_not_grow_exits_7_and_the_same_command_continues(
     assert "a file may not grow further" in lines[-1] and "the same command continues" in lines[-1] and len(lines) == 2
     assert 0 < num_results(directory) < len(work.lines)
     work.finish(directory, capfd)
+
+
+KERNEL = """
+import numba
+@numba.njit(cache=True)
+def plus_one(x):
+    return x + 1
+"""
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_under_the_kernel_cache_costs_no_job(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernels may lie on another disk than OUT: a job whose own files have room ended with 7, however often it was typed."""
+    from numba.core.caching import IndexDataCacheFile
+
+    def refuse(*_: Any) -> None:
+        raise OSError(error, "no room")
+
+    make_cache_optional()
+    monkeypatch.setattr(IndexDataCacheFile, "save", refuse)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"kernel_{error}.py").write_text(KERNEL)
+    assert importlib.import_module(f"kernel_{error}").plus_one(1) == 2
+
+
+READ_ONLY = """
+import numba.core.caching
+def refuse(self):
+    raise PermissionError(13, "no")
+numba.core.caching._CacheLocator.ensure_cache_path = refuse
+import dspark.kernels.cpu.elementwise, dspark.runtime.sampling.draw
+"""
+
+
+def test_no_place_for_the_kernel_cache_is_no_error() -> None:
+    """A read-only installation and no home, as containers have it: the import itself failed, as "a bug in dspark"."""
+    done = subprocess.run([sys.executable, "-P", "-c", READ_ONLY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
