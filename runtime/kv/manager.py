@@ -9,6 +9,10 @@ from dspark.runtime.kv.allocator import BlockAllocator
 from dspark.runtime.kv.prefix_index import ROOT, PrefixIndex
 
 
+MIN_ALIKE = 4
+"""Tokens in common from which copying a block costs less than computing them."""
+
+
 @dataclass
 class BlockTable:
     """The blocks of one sequence, in order of position, and how far they are entered in the prefix index."""
@@ -51,9 +55,8 @@ class KVCacheManager:
     def match_prefix(self, seq: HoldsBlocks, max_tokens: int) -> int:
         """Give a sequence without blocks those that hold its beginning already; returns how many of its tokens they cover.
 
-        Only whole blocks within the first max_tokens are given, so that the sequence never writes into one of them: a copy-on-write
-        would come too early, because the copies of a step are made before its writes, and a block entered in this very step is still
-        unwritten then.
+        Whole blocks are shared, and only those within the first max_tokens, so that the sequence never writes into one of them. Where the
+        next block of another sequence begins like this one's, that beginning is copied into a block of its own (MIN_ALIKE tokens or more).
         """
         assert not seq.table.blocks, "a sequence that holds blocks cannot match a prefix"
         root = self.index.root(seq.cache_salt)
@@ -66,7 +69,23 @@ class KVCacheManager:
         seq.table.blocks = list(blocks)
         seq.table.node = node
         seq.table.num_registered = len(blocks)
-        return len(blocks) * self.block_size
+        num_shared = len(blocks) * self.block_size
+        return num_shared + self._copy_alike(seq, num_shared, max_tokens)
+
+    def _copy_alike(self, seq: HoldsBlocks, start: int, end: int) -> int:
+        """Copy the beginning of the next block from another sequence's block, if one begins alike; returns the tokens that are there then.
+
+        The source may be given to somebody else in this very step: the step's copies are made first, in order, before its writes.
+        """
+        source, num_alike = self.index.nearest(seq.table.node, seq.token_ids, start, end)
+        if num_alike < MIN_ALIKE or self.allocator.num_available < 2:
+            return 0
+        self.allocator.retain(source)  # so that the copy does not land on it
+        target = self._allocate()
+        self._release(source)
+        self._copies.append((source, target))
+        seq.table.blocks.append(target)
+        return num_alike
 
     def num_cached_blocks(self, seq: HoldsBlocks, max_tokens: int) -> tuple[int, int]:
         """How many blocks `match_prefix` would find, and how many of them are idle now (and would no longer be available)."""
@@ -132,6 +151,7 @@ class KVCacheManager:
 
     def take_copies(self) -> list[tuple[int, int]]:
         """The pending copies (source, target), which the caller now owes."""
+        self.index.next_step()
         copies, self._copies = self._copies, []
         return copies
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence as TokenList
 
 ROOT = 0
 
+MAX_CHILDREN_COMPARED = 8
+"""Blocks after one parent that `nearest` looks at, the latest ones: prompts of one template differ in thousands of ways behind it."""
+
 
 class PrefixIndex:
     """A trie of full blocks. A node is (its parent, the block's tokens): the chain is compared token by token, never by a hash alone,
@@ -19,6 +22,9 @@ class PrefixIndex:
         self.block_size = block_size
         self._nodes: dict[tuple[int, bytes], tuple[int, int]] = {}  # (parent node, tokens) -> (block, node)
         self._key_of_block: dict[int, tuple[int, bytes]] = {}
+        self._children: dict[int, list[int]] = {}  # parent node -> its latest blocks
+        self._entered_in: dict[int, int] = {}  # block -> step in which it was registered
+        self._step = 0
         self._roots: dict[int, int] = {}
         self._next_node = ROOT + 1
 
@@ -62,11 +68,45 @@ class PrefixIndex:
         node = self._new_node()
         self._nodes[key] = (block, node)
         self._key_of_block[block] = key
+        self._entered_in[block] = self._step
+        siblings = self._children.setdefault(parent, [])
+        siblings.append(block)
+        del siblings[:-MAX_CHILDREN_COMPARED]
         return node
+
+    def nearest(self, parent: int, token_ids: TokenList[int], start: int, end: int) -> tuple[int, int]:
+        """Of the blocks after `parent`, one whose tokens begin like token_ids[start:end], and how many are alike; (-1, 0) when none is.
+
+        Blocks registered in the present step are passed over: they are not written yet, and what is alike must be copied first.
+        """
+        best, most = -1, 0
+        for block in self._children.get(parent, ()):
+            if self._entered_in[block] == self._step:
+                continue
+            tokens = array("i", self._key_of_block[block][1])
+            alike = 0
+            for ours, theirs in zip(token_ids[start:end], tokens, strict=False):
+                if ours != theirs:
+                    break
+                alike += 1
+            if alike > most:
+                best, most = block, alike
+        return best, most
+
+    def next_step(self) -> None:
+        """What is registered from now on belongs to the next step; what was registered before is written by then."""
+        self._step += 1
 
     def forget(self, block: int) -> None:
         """The block's content is about to be overwritten."""
-        del self._nodes[self._key_of_block.pop(block)]
+        key = self._key_of_block.pop(block)
+        del self._nodes[key]
+        del self._entered_in[block]
+        siblings = self._children.get(key[0])
+        if siblings is not None and block in siblings:
+            siblings.remove(block)
+            if not siblings:
+                del self._children[key[0]]
 
     def _new_node(self) -> int:
         self._next_node += 1
