@@ -8,7 +8,6 @@ from typing import Protocol
 from dspark.runtime.kv.allocator import BlockAllocator
 from dspark.runtime.kv.prefix_index import ROOT, PrefixIndex
 
-
 MIN_ALIKE = 4
 """Tokens in common from which copying a block costs less than computing them."""
 
