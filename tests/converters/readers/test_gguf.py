@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from case_checkpoints import gguf_name, llama_config, llama_state, reference_logits, token_ids, write_gguf
@@ -12,6 +13,7 @@ from engine_logits import by_transformers, relative_error
 
 from dspark.converters.pipeline import convert
 from dspark.converters.readers.gguf import GgufReader, hugging_face_name, unpermute_rows
+from dspark.converters.readers.gguf_rope import llama3_divisors
 from dspark.runtime.models.hf_config import model_config_from_hf
 from dspark.runtime.spec.errors import InputError, UnsupportedError
 
@@ -114,8 +116,8 @@ def test_rope_scaling_metadata(tmp_path: Path, metadata: dict[str, Any], expecte
     assert (rope.kind, rope.factor, rope.original_max_position) == expected
 
 
-def test_llama3_divisors_give_back_their_settings(tmp_path: Path) -> None:
-    """llama.cpp stores Llama 3.1's scaling as one divisor per frequency; others are refused, not dropped."""
+def test_llama3_divisors_of_the_usual_size() -> None:
+    """Llama 3.1: factor 8 over 8192 tokens; waves shorter than 2048 tokens are kept, longer than 8192 divided by 8."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -129,24 +131,7 @@ def test_llama3_divisors_give_back_their_settings(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "rope_theta": 500000.0, "max_position_embeddings": 131072}
     scaled = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_scaling=scaling)).inv_freq
     plain = LlamaRotaryEmbedding(LlamaConfig(**sizes)).inv_freq
-    config = llama_config(rope_theta=500000.0)
-    write_with_factors(tmp_path / "m.gguf", config, plain / scaled)
-    rope = model_config_from_hf(GgufReader(tmp_path / "m.gguf").config()).rope
-    assert (rope.kind, rope.factor, rope.original_max_position, rope.high_freq_factor) == ("llama3", 8.0, 8192, 4.0)
-    write_with_factors(tmp_path / "other.gguf", config, torch.linspace(1, 5, 16))
-    with pytest.raises(UnsupportedError, match="rope_freqs"):
-        GgufReader(tmp_path / "other.gguf").config()
-
-
-def write_with_factors(path: Path, config: dict[str, Any], factors: torch.Tensor) -> None:
-    import case_checkpoints
-
-    original = case_checkpoints.gguf_name
-    case_checkpoints.gguf_name = lambda name: name if name == "rope_freqs.weight" else original(name)
-    try:
-        write_gguf(path, config, {**llama_state(config), "rope_freqs.weight": factors})
-    finally:
-        case_checkpoints.gguf_name = original
+    assert np.allclose(llama3_divisors(16, 500000.0, 8.0, 8192), (plain / scaled).numpy(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +147,9 @@ def test_what_is_not_supported_is_named(tmp_path: Path, metadata: dict[str, Any]
 
 
 def test_another_architecture_is_named(tmp_path: Path) -> None:
-    config = llama_config(model_type="gemma2")
+    config = llama_config(model_type="falcon")
     write_gguf(tmp_path / "m.gguf", config, llama_state(config))
-    with pytest.raises(UnsupportedError, match=r"'gemma2' is not supported, supported: llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedError, match=r"'falcon' is not supported, supported: llama, qwen2, qwen3"):
         GgufReader(tmp_path / "m.gguf")
 
 

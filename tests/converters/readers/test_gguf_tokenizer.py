@@ -92,7 +92,7 @@ def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
     config = llama_config()
     write_gguf(tmp_path / "m.gguf", config, llama_state(config))
     source = GgufReader(tmp_path / "m.gguf")
-    source._meta["tokenizer.ggml.add_bos_token"] = True
+    source._meta.values["tokenizer.ggml.add_bos_token"] = True
     bundle = source.tokenizer()
     assert bundle is not None
     tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
@@ -105,7 +105,7 @@ def test_a_merge_of_unknown_tokens_is_a_damaged_file(tmp_path: Path, merge: str)
     config = llama_config()
     write_gguf(tmp_path / "m.gguf", config, llama_state(config))
     source = GgufReader(tmp_path / "m.gguf")
-    source._meta["tokenizer.ggml.merges"][3] = merge
+    source._meta.values["tokenizer.ggml.merges"][3] = merge
     with pytest.raises(InputError, match="merges of tokens that are not in its vocabulary"):
         source.tokenizer()
 
