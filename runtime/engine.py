@@ -61,7 +61,12 @@ class Engine:
             executor.num_blocks, config.block_size, config.enable_prefix_caching, spare_untouched=executor.device == "cpu"
         )
         self.scheduler = Scheduler(
-            self.kv, config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len, frozenset(model.eos_token_ids)
+            self.kv,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            self.max_model_len,
+            frozenset(model.eos_token_ids),
+            executor.recompute_at,
         )
         self._groups: dict[int, _Group] = {}
         self._num_added = 0

@@ -22,6 +22,10 @@ class Executor(Protocol):
     def cache_salt(self, prompt_len: int) -> int:
         """What a sequence's keys depend on besides its tokens (see kv.PrefixIndex.root)."""
 
+    @property
+    def recompute_at(self) -> int | None:
+        """Length at which a sequence's keys must all be computed anew (longrope), or None."""
+
     def metrics(self) -> dict[str, Any]:
         """Counters and choices, JSON-ready."""
 

@@ -13,8 +13,11 @@ from dspark.runtime.scheduling.plan import SchedulerOutput
 
 @dataclass
 class ForwardBatch:
-    """token_ids int64 [T]; rope_lengths int64 [T]: length of each token's sequence as dynamic rope counts it (the prompt's, then
-    position + 1); sample_rows int64 [rows]: tokens whose logits are wanted, in the order of SchedulerOutput.sampling."""
+    """token_ids int64 [T].
+
+    rope_lengths int64 [T]: length of each token's sequence as dynamic rope and longrope count it: Sequence.rope_len (the prompt's),
+    then position + 1. sample_rows int64 [rows]: tokens whose logits are wanted, in the order of SchedulerOutput.sampling.
+    """
 
     token_ids: torch.Tensor
     rope_lengths: torch.Tensor
@@ -45,7 +48,7 @@ def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> 
     owner = np.repeat(np.arange(len(items)), counts)
     positions = np.arange(token_ids.shape[0]) - query_start[owner] + computed[owner]
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    prompt_lens = np.asarray([item.seq.prompt_len for item in items], np.int64)
+    rope_lens = np.asarray([item.seq.rope_len for item in items], np.int64)
     sample_rows = np.asarray([query_start[i + 1] - 1 for i, item in enumerate(items) if item.samples], np.int64)
 
     def put(array: np.ndarray) -> torch.Tensor:
@@ -53,7 +56,7 @@ def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> 
 
     return ForwardBatch(
         token_ids=put(token_ids),
-        rope_lengths=put(np.maximum(prompt_lens[owner], positions + 1)),
+        rope_lengths=put(np.maximum(rope_lens[owner], positions + 1)),
         sample_rows=put(sample_rows),
         attention=AttentionBatch(
             query_start=put(query_start),

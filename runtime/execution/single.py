@@ -59,6 +59,10 @@ class SingleExecutor:
     def cache_salt(self, prompt_len: int) -> int:
         return self._rope.cache_salt(prompt_len)
 
+    @property
+    def recompute_at(self) -> int | None:
+        return self._rope.recompute_at
+
     def metrics(self) -> dict[str, Any]:
         return {
             "device": self.device,

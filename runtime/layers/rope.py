@@ -83,6 +83,7 @@ class RotaryEmbedding:
         self.rope = rope
         self.dim = int(head_dim * rope.partial_rotary_factor)
         self.original = rope.original_max_position or max_position
+        self.max_len = max_len
         self.device = device
         inv_freq = _base_frequencies(rope.theta, self.dim)
         if rope.kind == "linear":
@@ -112,7 +113,13 @@ class RotaryEmbedding:
         for longrope only whether the prompt is beyond the original context."""
         if not self.follows_length or prompt_len <= self.original:
             return 0
-        return prompt_len if self.rope.kind == "dynamic" else 1
+        return prompt_len if self.rope.kind == "dynamic" else self.original + 1
+
+    @property
+    def recompute_at(self) -> int | None:
+        """Length at which a sequence must be computed anew, its salt being that length from then on: longrope's first one with other
+        factors, which all its keys must have. None when there is no such length."""
+        return self.original + 1 if self.rope.kind == "longrope" and self.max_len > self.original else None
 
     def lookup(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin [T, R / 2] of positions int64 [T]; lengths int64 [T]: the sequence's length at each token (see `follows_length`)."""
@@ -141,6 +148,11 @@ class RotaryTables:
     def cache_salt(self, prompt_len: int) -> int:
         """See RotaryEmbedding.cache_salt; a model has at most one rope that follows the length."""
         return max(table.cache_salt(prompt_len) for table in self.tables)
+
+    @property
+    def recompute_at(self) -> int | None:
+        """See RotaryEmbedding.recompute_at."""
+        return next((table.recompute_at for table in self.tables if table.recompute_at is not None), None)
 
     def lookup(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> Rotations:
         """cos and sin of these positions, for each rope."""

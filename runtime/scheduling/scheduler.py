@@ -20,16 +20,24 @@ class Scheduler:
     """Running and waiting sequences over one block pool.
 
     max_num_batched_tokens bounds a step's tokens, and so the memory of activations. max_model_len ends a sequence with "length".
+    recompute_at: length at which a sequence is computed anew with that length as its salt, since all its keys change (longrope).
     """
 
     def __init__(
-        self, kv: KVCacheManager, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, eos_token_ids: frozenset[int]
+        self,
+        kv: KVCacheManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        recompute_at: int | None = None,
     ) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
+        self.recompute_at = recompute_at
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.num_preemptions = 0
@@ -71,6 +79,9 @@ class Scheduler:
             check_stop(seq, self.eos_token_ids, self.max_model_len)
             if seq.finish_reason is not None:
                 finished.append(seq)
+            elif seq.num_tokens == self.recompute_at:
+                seq.cache_salt = seq.rope_len = self.recompute_at
+                self._requeue(seq)
         for seq in finished:
             self._finish(seq)
         return finished
@@ -119,7 +130,7 @@ class Scheduler:
         admitted only to be preempted costs its prefill twice.
         """
         reserve = len(self.running)
-        sibling = next((s for s in self.running if s.request is seq.request and s.num_computed >= s.prompt_len), None)
+        sibling = next((s for s in self.running if s.request is seq.request and _can_share(s, seq)), None)
         if sibling is not None and seq.num_output_tokens == 0:
             if self.kv.allocator.num_available < 1 + reserve:
                 return False
@@ -138,12 +149,16 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._requeue(seq)
+
+    def _requeue(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks; it will be computed from its first token again."""
         self.running.remove(seq)
         self.kv.release(seq)
         seq.num_computed = 0
         seq.status = SequenceStatus.WAITING
-        seq.num_preemptions += 1
-        self.num_preemptions += 1
         insort(self.waiting, seq, key=lambda s: s.rank)
 
     def _finish(self, seq: Sequence) -> None:
@@ -158,3 +173,8 @@ class Scheduler:
                 del plan.scheduled[i]
                 return item.num_tokens
         return 0
+
+
+def _can_share(sibling: Sequence, seq: Sequence) -> bool:
+    """Whether the prompt of an answer of the same request is stored, with the keys that `seq` would have."""
+    return sibling.num_computed >= sibling.prompt_len and sibling.cache_salt == seq.cache_salt

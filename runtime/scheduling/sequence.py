@@ -18,6 +18,7 @@ class Sequence:
     """Answer number `index` of a request.
 
     token_ids: prompt and answer so far. num_computed: how many of them have their keys and values stored. cache_salt: see PrefixIndex.root.
+    rope_len: the length that a rope which follows the sequence's length counts at least, for each of its tokens.
     """
 
     __slots__ = (
@@ -32,6 +33,7 @@ class Sequence:
         "prompt_len",
         "rank",
         "request",
+        "rope_len",
         "status",
         "stop_reason",
         "stopper",
@@ -46,6 +48,7 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.cache_salt = cache_salt
+        self.rope_len = self.prompt_len
         self.num_computed = 0
         self.table = BlockTable()
         self.status = SequenceStatus.WAITING

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_runs import run_requests, texts
 from tiny_models import FAMILIES, make_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from dspark.converters.pipeline import convert
 from dspark.runtime.execution.loader import load_model
 from dspark.runtime.execution.logits import logits_for
+from dspark.runtime.spec.request import Request
+from dspark.runtime.spec.sampling_params import SamplingParams
 
 LONG = 200
 
@@ -50,6 +53,31 @@ def test_logits_do_not_depend_on_chunks(engine_and_reference) -> None:
     whole = logits_for(model, prompt)
     for chunk in (1, 7, 16, 33):
         torch.testing.assert_close(logits_for(model, prompt, chunk), whole, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_greedy_tokens_equal_transformers(engine_and_reference) -> None:
+    """Answers that grow past the sliding window (24) and past the first context of longrope (64, where all keys change), in one batch with
+    two that stay below and one that begins beyond."""
+    engine, reference = engine_and_reference
+    prompts = {i: random_prompt(length, 100 + i) for i, length in enumerate((3, 21, 50, 64, 70))}
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    requests = [Request(i, prompt, params) for i, prompt in prompts.items()]
+    ours = texts(run_requests(engine, requests, max_num_seqs=8, max_num_batched_tokens=48))
+    for i, prompt in prompts.items():
+        ids = torch.tensor([prompt])
+        rotary = reference.model.rotary_emb
+        reference.model.rotary_emb = type(rotary)(config=reference.config)  # dynamic rope remembers the longest text it has seen
+        theirs = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=24,
+            min_new_tokens=24,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        assert ours[i] == [theirs[0, len(prompt) :].tolist()]
 
 
 def test_family_is_read_from_a_path_with_spaces(engine_and_reference, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ class FakeRun:
     max_num_batched_tokens: int = 32
     max_model_len: int = 64
     enable_prefix_caching: bool = True
+    recompute_at: int | None = None
     num_added: int = 0
     num_steps: int = 0
     answers: dict[tuple[int, int], tuple[list[int], str]] = field(default_factory=dict)
@@ -110,7 +111,9 @@ class FakeRun:
 
     def __post_init__(self) -> None:
         self.kv = KVCacheManager(self.num_blocks, self.block_size, self.enable_prefix_caching)
-        self.scheduler = Scheduler(self.kv, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, frozenset({EOS}))
+        self.scheduler = Scheduler(
+            self.kv, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, frozenset({EOS}), self.recompute_at
+        )
         self.executor = FakeExecutor(self.num_blocks, self.block_size)
 
     def fits(self, request: Request) -> bool:

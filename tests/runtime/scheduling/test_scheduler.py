@@ -160,3 +160,21 @@ def test_without_prefix_caching_nothing_is_left_idle() -> None:
     run.finish(max_steps=3)
     assert run.executor.num_computed_tokens == 27
     assert len(run.kv.index) == 0
+
+
+@pytest.mark.parametrize("num_blocks", [64, 12])
+def test_a_sequence_that_outgrows_its_keys_is_computed_anew(num_blocks: int) -> None:
+    """Longrope changes the keys of all tokens at one length: no later step, sibling or prefix may read what was stored before."""
+    run = FakeRun(num_blocks=num_blocks, block_size=4, recompute_at=21)
+    for i in range(3):
+        run.add(request(i, prompt(14 + 3 * i), max_tokens=12, n=2), salt=0)
+    run.add(request(3, prompt(24), max_tokens=12), salt=21)
+    run.finish(max_steps=200)
+    outgrown = [seq for seq in run.sequences if seq.prompt_len < 21]
+    assert len(outgrown) == 6 and all(seq.cache_salt == seq.rope_len == 21 for seq in outgrown)
+
+
+def test_an_answer_does_not_fork_a_sibling_that_was_computed_anew() -> None:
+    run = FakeRun(num_blocks=64, block_size=4, max_num_seqs=1, recompute_at=9)
+    run.add(request(0, prompt(7), max_tokens=6, n=2))
+    run.finish(max_steps=40)
