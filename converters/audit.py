@@ -6,6 +6,10 @@
 
 The config and weights are ours on both sides, so that a fault in transformers' reader of some format is not taken for one of ours; that the
 tensors were read rightly is what the readers' tests are for. A model that does not fit memory is recorded as "not audited".
+
+Activations that an engine quantizes (W8A8) stay as they are here, on both sides: a value on the border of two codes falls to either side by
+the last bit of a sum, and a few layers on the logits are a third of the quantization's own error apart, which would hide a wrong weight.
+The rounding itself is one op without parameters, held to its definition by the kernels' tests.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.converters.mapping import fuse_state, linear_modules, parameter_count
+from dspark.converters.mapping import fuse_state, parameter_count
 from dspark.converters.readers.base import CheckpointReader
 from dspark.converters.readers.safetensors import open_safetensors
 from dspark.converters.threads import one_torch_thread
@@ -124,7 +128,7 @@ def _engine_logits(directory: Path, prompts: list[list[int]]) -> list[torch.Tens
     from dspark.runtime.execution.loader import load_model
     from dspark.runtime.execution.logits import logits_for
 
-    model = load_model(directory, dtype="float32", device="cpu", kernels="reference")
+    model = load_model(directory, dtype="float32", device="cpu", kernels="reference", exact_activations=True)
     return [logits_for(model, tokens).float() for tokens in prompts]
 
 
@@ -155,7 +159,7 @@ def dense_state(directory: Path, manifest: EngineManifest) -> dict[str, torch.Te
     """Every weight of an engine as a dense float32 tensor by its name."""
     import torch
 
-    from dspark.kernels.wna16 import Wna16Weight
+    from dspark.runtime.layers.linear import build_weight
 
     handles = {record.shard: open_safetensors(directory / record.shard) for record in manifest.tensors.values()}
 
@@ -165,17 +169,12 @@ def dense_state(directory: Path, manifest: EngineManifest) -> dict[str, torch.Te
     state = {}
     for name in manifest.tensors:
         module, _, leaf = name.rpartition(".")
-        if leaf in ("scales", "zeros"):
-            continue
-        if leaf != "qweight":
-            state[name] = load(name).float()
-            continue
         scheme = manifest.quant.scheme_for(module) if manifest.quant else None
-        assert scheme is not None, module
-        zeros = load(f"{module}.zeros") if f"{module}.zeros" in manifest.tensors else None
-        scales = load(f"{module}.scales")
-        inputs = linear_modules(manifest.model)[module][1]
-        state[f"{module}.weight"] = Wna16Weight(load(name), scales, zeros, scheme.weight_bits, inputs).dense(torch.float32)
+        if scheme is None or leaf not in scheme.leaves():
+            state[name] = load(name).float()
+        elif leaf == "qweight":
+            weight = build_weight(module, scheme, {part: load(f"{module}.{part}") for part in scheme.leaves()})
+            state[f"{module}.weight"] = weight.dense(torch.float32)
     return state
 
 

@@ -52,24 +52,43 @@ def _is_gguf(facts: SourceFacts) -> bool:
         return file.read(4) == GGUF_MAGIC
 
 
-def _is_gptq(facts: SourceFacts) -> bool:
-    return facts.has_tensor(".qweight") and (facts.has_tensor(".g_idx") or facts.method() in ("gptq", "marlin"))
+def _is_packed_as(layout: str) -> Callable[[SourceFacts], bool]:
+    """Modules have `qweight`, in a layout that the shapes tell apart (GPTQ and AWQ share the names)."""
+
+    def matches(facts: SourceFacts) -> bool:
+        from dspark.converters.readers.layouts import packed_layout
+
+        return facts.has_tensor(".qweight") and packed_layout(facts.path) == layout
+
+    return matches
+
+
+def _is_fp8(facts: SourceFacts) -> bool:
+    return facts.has_tensor(".weight_scale_inv") or ("fp8" in facts.method() and facts.has_tensor(".weight_scale"))
+
+
+def _is_compressed_tensors(facts: SourceFacts) -> bool:
+    return facts.has_tensor(".weight_packed", ".weight_scale") or facts.method() == "compressed-tensors"
 
 
 FORMATS: tuple[Format, ...] = (
     Format("engine", lambda f: MANIFEST_NAME in f.names, "engine:EngineReader"),
     Format("gguf", _is_gguf, "gguf:GgufReader"),
     Format("LoRA adapter", lambda f: "adapter_config.json" in f.names, None, "merge it into its base model first"),
-    Format("GPTQ", _is_gptq),
-    Format("AWQ", lambda f: f.has_tensor(".qweight")),
-    Format("compressed-tensors", lambda f: f.has_tensor(".weight_packed", ".weight_scale") or f.method() == "compressed-tensors"),
-    Format("FP8", lambda f: f.has_tensor(".weight_scale_inv") or f.method() == "fp8"),
+    Format("Marlin", lambda f: _is_packed_as("marlin")(f) or (f.has_tensor(".B") and f.has_tensor(".s"))),
+    Format("gptq", _is_packed_as("gptq"), "gptq:GptqReader"),
+    Format("awq", lambda f: f.has_tensor(".qweight"), "awq:AwqReader"),
+    Format("fp8", _is_fp8, "fp8:Fp8Reader"),
     Format("bitsandbytes", lambda f: f.has_tensor(".absmax", ".quant_map") or f.method() == "bitsandbytes"),
+    Format("compressed-tensors", _is_compressed_tensors, "compressed_tensors:CompressedTensorsReader"),
     Format("quantized", lambda f: bool(f.method())),
     Format("safetensors", lambda f: bool(f.names & {SINGLE_NAME, INDEX_NAME}), "safetensors:SafetensorsReader"),
     Format("pytorch", lambda f: bool(weight_files(f.names)), "torch_bin:TorchBinReader"),
 )
-READABLE = "a Hugging Face directory with safetensors or PyTorch weights, a .gguf file, an engine directory"
+READABLE = (
+    "a Hugging Face directory with safetensors or PyTorch weights (GPTQ, AWQ, compressed-tensors and FP8 among them), a .gguf file, "
+    "an engine directory"
+)
 
 
 def open_checkpoint(source: str | Path) -> CheckpointReader:

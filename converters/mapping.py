@@ -181,7 +181,7 @@ def _check(found: dict[str, TensorInfo], expected: dict[str, tuple[int, ...]], r
 
 
 def _is_readable(info: TensorInfo, reader: CheckpointReader) -> bool:
-    return info.dtype in DTYPES or reader.format == "gguf"  # a GGUF reader has refused what it cannot decode
+    return info.packed or info.dtype in DTYPES or reader.format == "gguf"  # those readers have refused what they cannot decode
 
 
 def _choose_dtype(wanted: str, reader: CheckpointReader, notes: list[str]) -> str:

@@ -12,6 +12,7 @@ from dspark.converters.audit import audit_engine
 from dspark.converters.detect import open_checkpoint
 from dspark.converters.lora.reader import LoraReader, with_adapters
 from dspark.converters.mapping import MappedModel, map_checkpoint
+from dspark.converters.packed import engine_names, engine_tensors, packed_config, refuse_packed
 from dspark.converters.quantize import QuantPlan, plan_quantization, quantized_tensors
 from dspark.converters.threads import one_torch_thread
 from dspark.converters.writer import EngineWriter, check_target, hash_file
@@ -50,7 +51,7 @@ def convert(
     """
     check_target(Path(engine_dir), force)
     model = map_checkpoint(with_adapters(open_checkpoint(source), adapters), dtype)
-    return _write(_Job(model, Path(engine_dir), force, audit, progress), dense_tensors(model), list(model.shapes))
+    return _write(_Job(model, Path(engine_dir), force, audit, progress), engine_tensors(model), engine_names(model))
 
 
 def quantize(
@@ -71,14 +72,9 @@ def quantize(
     """
     check_target(Path(engine_dir), force)
     model = map_checkpoint(open_checkpoint(source), dtype)
+    refuse_packed(model)
     plan = plan_quantization(model, scheme, method, group_size, ignore)
     return _write(_Job(model, Path(engine_dir), force, audit, progress, plan), quantized_tensors(model, plan), plan.names(model))
-
-
-def dense_tensors(model: MappedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a model in the engine's dtype."""
-    for name in model.shapes:
-        yield name, model.read_cast(name)
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ def _write(job: _Job, tensors: Iterator[tuple[str, torch.Tensor]], names: list[s
         if generation is not None:
             writer.add_json("generation_config.json", generation)
         record = {"lineage": lineage(model), "notes": tuple(notes), "quality": plan.quality() if plan else {}}
-        manifest = writer.finish(model.config, plan.config if plan else None, **record)
+        manifest = writer.finish(model.config, plan.config if plan else packed_config(model), **record)
         if job.audit:
             manifest = replace(manifest, audit=audit_engine(writer.directory, model.reader))
         else:

@@ -10,7 +10,8 @@ class KernelFacts:
     """device: "cpu" or "cuda". interpreted: Triton kernels run under Triton's interpreter, on CPU tensors.
 
     deterministic: every row's arithmetic must not depend on the other rows of the batch. weight_shadow: a dense copy of quantized
-    weights may be kept for large batches. The rest is the model's and the cache's shape.
+    weights may be kept for large batches. exact_activations: layers that quantize their inputs leave
+    them as they are (to compare weights). The rest is the model's and the cache's shape.
     """
 
     device: str
@@ -22,6 +23,7 @@ class KernelFacts:
     deterministic: bool = False
     weight_shadow: bool = False
     interpreted: bool = False
+    exact_activations: bool = False
 
     @property
     def query_group(self) -> int:

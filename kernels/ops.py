@@ -60,7 +60,9 @@ class Kernels:
         return self.selections["make_fp8_linear"].function(weight, bias, self.facts)
 
     def int8_linear(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> LinearFn:
-        """The same for 8-bit integers; inputs are quantized token by token."""
+        """The same for 8-bit integers; inputs are quantized token by token (see KernelFacts.exact_activations)."""
+        if self.facts.exact_activations:
+            return self.dense_linear(weight.dense(self.facts.dtype), bias)
         return self.selections["make_int8_linear"].function(weight, bias, self.facts)
 
     def explain(self) -> dict[str, dict[str, Any]]:

@@ -38,3 +38,71 @@ def unpack_codes(packed: torch.Tensor, bits: int, in_features: int) -> torch.Ten
     word, offset = first_bit // 32, (first_bit % 32).astype(np.uint64)[:, None]
     pair = words[word] | (words[word + 1] << np.uint64(32))
     return torch.from_numpy(((pair >> offset) & np.uint64(2**bits - 1)).astype(np.uint8)).to(packed.device)
+
+
+# ---- layouts of other programs ---------------------------------------------------------------------------------------------------
+
+AWQ_LANES = (0, 2, 4, 6, 1, 3, 5, 7)
+"""AWQ "gemm": lane i of a word holds column 8 * c + AWQ_LANES[i] of its eight."""
+_AWQ_LANE_OF_COLUMN = tuple(AWQ_LANES.index(column) for column in range(8))
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+"""GPTQ "planar": widths of the planes that each run of 32 codes is split into, the lowest bits first."""
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+
+
+def unpack_columns(packed: torch.Tensor, bits: int, num_columns: int) -> torch.Tensor:
+    """A bit stream along the last dimension: int32 [R, ceil(C * bits / 32)] -> uint8 [R, C]."""
+    return unpack_codes(packed.t(), bits, num_columns).t()
+
+
+def add_one_to_lanes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Words of 2-, 4- or 8-bit lanes plus one in every lane, carries included: undoes a writer that subtracted one from whole words."""
+    words = packed.contiguous().numpy().view(np.uint32)
+    return torch.from_numpy((words + np.uint32(_ONES[bits])).view(np.int32))
+
+
+def unpack_awq_columns(packed: torch.Tensor) -> torch.Tensor:
+    """AWQ "gemm": int32 [R, C / 8] -> uint8 [R, C], the lanes put back into the order of the columns."""
+    rows, words = packed.shape
+    lanes = unpack_columns(packed, 4, words * 8).reshape(rows, words, 8)
+    return lanes[:, :, list(_AWQ_LANE_OF_COLUMN)].reshape(rows, words * 8)
+
+
+def unpack_awq_fast(packed: torch.Tensor) -> torch.Tensor:
+    """AWQ "gemv_fast", which is llm-awq's layout: int16 [N / 4, K] -> uint8 [N, K].
+
+    Each int16 holds four consecutive codes, low bits first, of a run that walks a block of four outputs and 64 inputs row by row. Inputs
+    are permuted twice: within 32, (4, 4, 2) with the first two axes swapped; within each eight of the result, AWQ_LANES.
+    """
+    quarter, inputs = packed.shape
+    words = packed.contiguous().numpy().view(np.uint16)
+    codes = np.stack([(words >> np.uint16(4 * lane)) & np.uint16(15) for lane in range(4)], -1).astype(np.uint8)  # [N / 4, K, 4]
+    rows = codes.reshape(quarter, inputs // 64, 4, 64).transpose(0, 2, 1, 3).reshape(quarter * 4, inputs // 8, 8)
+    rows = rows[:, :, list(_AWQ_LANE_OF_COLUMN)].reshape(quarter * 4, inputs // 32, 4, 4, 2).transpose(0, 1, 3, 2, 4)
+    return torch.from_numpy(np.ascontiguousarray(rows.reshape(quarter * 4, inputs)))
+
+
+def unpack_whole_lanes(packed: torch.Tensor, bits: int, num_columns: int) -> torch.Tensor:
+    """int32 [R, ceil(C / (32 // bits))] with 32 // bits codes in each word and the bits left over unused -> uint8 [R, C]."""
+    per_word = 32 // bits
+    words = packed.contiguous().numpy().view(np.uint32)
+    shifts = (np.arange(per_word) * bits).astype(np.uint32)
+    codes = (words[..., None] >> shifts) & np.uint32(2**bits - 1)
+    return torch.from_numpy(np.ascontiguousarray(codes.reshape(words.shape[0], -1)[:, :num_columns].astype(np.uint8)))
+
+
+def unpack_planes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """GPTQ "planar" along the first dimension: int32 [K * bits / 32, N] -> uint8 [K, N], K a multiple of 32.
+
+    Each run of 32 codes is `bits` rows of words: the planes of PLANES, in each of width w the row i holding codes i * 32 / w and following.
+    """
+    words = packed.contiguous().numpy().view(np.uint32)
+    blocks = words.reshape(-1, bits, words.shape[1])  # [K / 32, rows, N]
+    codes = np.zeros((blocks.shape[0], 32, words.shape[1]), np.uint32)
+    row = low = 0
+    for width in PLANES[bits]:
+        shifts = (np.arange(32 // width) * width).astype(np.uint32)
+        plane = (blocks[:, row : row + width, None, :] >> shifts[:, None]) & np.uint32(2**width - 1)  # [K / 32, width, 32 / width, N]
+        codes |= plane.reshape(codes.shape) << np.uint32(low)
+        row, low = row + width, low + width
+    return torch.from_numpy(codes.reshape(-1, words.shape[1]).astype(np.uint8))

@@ -17,10 +17,14 @@ FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """dtype: a torch dtype's name, or the format's own ("Q4_1"). shape: as `read` returns it."""
+    """dtype: a torch dtype's name, or the format's own ("Q4_1"). shape: as `read` returns it.
+
+    packed: the tensor is the weight of a quantized module, dequantized by `read`; dtype then describes its storage.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    packed: bool = False
 
     @property
     def num_elements(self) -> int:

@@ -82,6 +82,7 @@ def load_model(
     deterministic: bool = False,
     weight_shadow: bool = False,
     interpreted: bool = False,
+    exact_activations: bool = False,
 ) -> Decoder:
     """Load an engine. dtype: of weights and activations, default the manifest's. Raises InputError when the directory is unusable."""
     directory = Path(engine_dir)
@@ -98,6 +99,7 @@ def load_model(
         deterministic=deterministic,
         weight_shadow=weight_shadow,
         interpreted=interpreted,
+        exact_activations=exact_activations,
     )
     weights = EngineWeights(directory, manifest, torch_dtype, device)
     model = build_decoder(config, manifest.quant, weights, Kernels(facts, kernels))

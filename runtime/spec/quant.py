@@ -45,7 +45,7 @@ STORAGES = ("wna16", "fp8", "int8")
 class QuantScheme:
     """Storage of one linear weight.
 
-    group_size (wna16): inputs that share a scale; -1 means one group of all K inputs, which then must fill whole words (K * bits % 32 == 0).
+    group_size (wna16): inputs that share a scale; -1 means one group of all K inputs, which then fill whole words (K * bits % 32 == 0).
     method: which algorithm or checkpoint format the codes come from. act_order (wna16): there is a permutation of the inputs.
     block (fp8): outputs and inputs that share a scale.
     """
@@ -100,8 +100,8 @@ class QuantConfig:
     """Which layers are quantized and how.
 
     Either by rule: every linear has `scheme` but those whose names match an `ignore` pattern (a glob over module names without `.weight`).
-    Or by table, when `modules` is given (checkpoints that others quantized): a module has the scheme that stands there, one that is not there
-    is dense; `scheme` is then the most common one and `ignore` says nothing.
+    Or by table, when `modules` is given (checkpoints that others quantized): a module has the scheme that stands there, and one that does
+    not stand there is dense; `scheme` is then the most common one and `ignore` says nothing.
     """
 
     scheme: QuantScheme

@@ -30,19 +30,34 @@ def test_each_readable_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "changes", "name"),
+    ("tensors", "format"),
     [
-        (("q.qweight", "q.g_idx"), {}, "GPTQ"),
-        (("q.qweight", "q.qzeros"), {"quantization_config": {"quant_method": "gptq"}}, "GPTQ"),
-        (("q.qweight", "q.qzeros"), {"quantization_config": {"quant_method": "awq"}}, "AWQ"),
-        (("q.weight_packed", "q.weight_scale"), {}, "compressed-tensors"),
-        (("q.weight_scale_inv",), {}, "FP8"),
-        (("q.weight.absmax",), {}, "bitsandbytes"),
-        ((), {"quantization_config": {"quant_method": "hqq"}}, "quantized"),
+        ({"q.qweight": (16, 64), "q.scales": (4, 64)}, "gptq"),
+        ({"q.qweight": (16, 64), "q.scales": (16, 64), "q.g_idx": (128,)}, "gptq"),
+        ({"q.qweight": (128, 8), "q.scales": (4, 64)}, "awq"),
+        ({"q.qweight": (64, 32), "q.scales": (64, 32), "q.qzeros": (64, 4)}, "awq"),  # gemv, K 256 in groups of 32
+        ({"q.weight_packed": (64, 16), "q.weight_scale": (64, 4)}, "compressed-tensors"),
+        ({"q.weight_scale": (64, 1)}, "compressed-tensors"),
+        ({"q.weight_scale_inv": (1, 1)}, "fp8"),
     ],
 )
-def test_quantized_formats_are_refused_by_name(tmp_path: Path, tensors: tuple, changes: dict, name: str) -> None:
-    extra = {tensor: torch.zeros(2, 2, dtype=torch.int32) for tensor in tensors}
+def test_quantized_formats_are_told_apart_by_shapes(tmp_path: Path, tensors: dict, format: str) -> None:
+    """No config says what they are; GPTQ and AWQ use the same names."""
+    extra = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in tensors.items()}
+    assert open_checkpoint(checkpoint(tmp_path, extra)).format == format
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changes", "name"),
+    [
+        ({"q.qweight": (8, 128), "q.scales": (4, 64)}, {}, "Marlin"),
+        ({"q.B": (8, 128), "q.s": (4, 64)}, {}, "Marlin"),
+        ({"q.weight.absmax": (2, 2)}, {}, "bitsandbytes"),
+        ({}, {"quantization_config": {"quant_method": "hqq"}}, "quantized"),
+    ],
+)
+def test_other_quantized_formats_are_refused_by_name(tmp_path: Path, tensors: dict, changes: dict, name: str) -> None:
+    extra = {tensor: torch.zeros(shape, dtype=torch.int32) for tensor, shape in tensors.items()}
     with pytest.raises(UnsupportedError, match=rf"format {name}, which is not supported yet"):
         open_checkpoint(checkpoint(tmp_path, extra, **changes))
 

@@ -148,7 +148,7 @@ def write_tiny_engine(folder: Path, family: str, dtype: str, scheme: str | None,
 
     from dspark.converters.detect import open_checkpoint
     from dspark.converters.mapping import map_checkpoint
-    from dspark.converters.pipeline import dense_tensors
+    from dspark.converters.packed import engine_tensors
     from dspark.converters.quantize import plan_quantization, quantized_tensors
     from dspark.converters.writer import EngineWriter
 
@@ -157,7 +157,7 @@ def write_tiny_engine(folder: Path, family: str, dtype: str, scheme: str | None,
     plan = plan_quantization(model, scheme) if scheme else None
     names = plan.names(model) if plan else list(model.shapes)
     with EngineWriter(folder / "engine", names) as writer:
-        for name, tensor in quantized_tensors(model, plan) if plan else dense_tensors(model):
+        for name, tensor in quantized_tensors(model, plan) if plan else engine_tensors(model):
             writer.add(name, tensor)
         writer.finish(model.config, plan.config if plan else None, lineage={})
         writer.publish()
