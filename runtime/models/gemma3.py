@@ -20,7 +20,7 @@ def _read_ropes(config: HFConfig, max_position: int) -> tuple[RopeConfig, RopeCo
     layers alone) and rope_local_base_freq (4)."""
     tables = config.get("rope_parameters") or {}
     if not isinstance(tables, dict) or set(tables) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedError(f"rope_parameters {tables!r:.80} is not supported", "supported: full_attention and sliding_attention")
+        raise UnsupportedError(f"rope_parameters {tables!r:.80} is not supported, supported: full_attention and sliding_attention")
     scaling = config.get("rope_scaling") or {}
     ropes = []
     for kind, theta_key, theta, more in (

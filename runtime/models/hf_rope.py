@@ -43,7 +43,8 @@ def read_rope_table(table: dict[str, Any], max_position: int, original: int, the
         table = {**table, "factor": max_position / original}
     bad = [key for key in _NEEDED.get(kind, ("factor",)) if not table.get(key)]
     if bad:
-        raise InputError(f"config.json: rope scaling '{kind}' needs a positive number for {', '.join(bad)}")
+        what = "a list of positive numbers" if kind == "longrope" else "a positive number"
+        raise InputError(f"config.json: rope scaling '{kind}' needs {what} for {', '.join(bad)}")
     values: dict[str, Any] = {"theta": theta, "kind": kind, "factor": float(table["factor"])}
     if kind == "dynamic":  # transformers takes the configured context as the original one here, whatever the table says
         values["original_max_position"] = max_position
