@@ -12,8 +12,8 @@ from typing import Any
 from dspark.converters.readers.base import CheckpointReader
 from dspark.converters.readers.gguf_file import MAGIC as GGUF_MAGIC
 from dspark.converters.readers.gguf_parts import part_paths
+from dspark.converters.readers.pickle_names import pickled_weights
 from dspark.converters.readers.safetensors import INDEX_NAME, SINGLE_NAME
-from dspark.converters.readers.torch_bin import weight_files
 from dspark.runtime.spec.errors import InputError, UnsupportedError
 from dspark.runtime.spec.manifest import MANIFEST_NAME
 
@@ -83,7 +83,7 @@ FORMATS: tuple[Format, ...] = (
     Format("compressed-tensors", _is_compressed_tensors, "compressed_tensors:CompressedTensorsReader"),
     Format("quantized", lambda f: bool(f.method())),
     Format("safetensors", lambda f: bool(f.names & {SINGLE_NAME, INDEX_NAME}), "safetensors:SafetensorsReader"),
-    Format("pytorch", lambda f: bool(weight_files(f.names)), "torch_bin:TorchBinReader"),
+    Format("pytorch", lambda f: bool(pickled_weights(f.names)), "torch_bin:TorchBinReader"),
 )
 READABLE = (
     "a Hugging Face directory with safetensors or PyTorch weights (GPTQ, AWQ, compressed-tensors and FP8 among them), a .gguf file, "

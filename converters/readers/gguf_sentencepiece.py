@@ -92,8 +92,8 @@ def _set_spaces(tokenizer: Any, gemma: bool, phi3: bool, add_prefix: bool) -> No
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
         add_prefix = False
     elif phi3:
-        steps = [normalizers.Prepend(SPACE)] if add_prefix else []
-        tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+        prefix = [normalizers.Prepend(SPACE)] if add_prefix else []
+        tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
     else:
         scheme = "first" if add_prefix else "never"
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)

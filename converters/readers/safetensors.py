@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.converters.readers.base import TensorInfo, majority_dtype, summarize
+from dspark.converters.readers.pickle_names import pickled_weights
 from dspark.converters.tokenizer_files import TokenizerBundle, bundle_from_transformers, has_tokenizer_files, load_transformers_tokenizer
 from dspark.runtime.spec.errors import InputError
 
@@ -64,7 +65,7 @@ def check_not_lfs_pointer(path: Path) -> None:
 
 
 class SafetensorsReader:
-    """A directory with config.json and safetensors weights."""
+    """A directory with config.json and safetensors weights. notes: what the user should know of it."""
 
     format = "safetensors"
 
@@ -73,6 +74,8 @@ class SafetensorsReader:
         self._handles: dict[str, Any] = {}
         self._file_of = self._locate()
         self._tensors = self._read_headers()
+        pickles = pickled_weights(frozenset(entry.name for entry in path.iterdir()))
+        self.notes = [f"not read: {summarize(pickles, 3)} (pickles beside the safetensors files)"] if pickles else []
 
     def config(self) -> dict[str, Any]:
         return read_json_object(self.path / "config.json")

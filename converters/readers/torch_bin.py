@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.converters.readers.base import TensorInfo, majority_dtype, summarize
+from dspark.converters.readers.pickle_names import INDEX_NAME, pickled_weights
 from dspark.converters.readers.safetensors import SIDE_FILES, check_not_lfs_pointer, read_json_object, read_weight_map
 from dspark.converters.tokenizer_files import TokenizerBundle, bundle_from_transformers, has_tokenizer_files, load_transformers_tokenizer
 from dspark.runtime.spec.errors import InputError, UnsupportedError
@@ -23,24 +24,12 @@ from dspark.runtime.spec.errors import InputError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-SINGLE_NAME = "pytorch_model.bin"
-INDEX_NAME = "pytorch_model.bin.index.json"
-ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
-# what trainers leave beside the weights
-_TRAINER_FILE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|trainer_state)[\w.-]*")
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "model_state", "weights")
 _PREFIXES = ("module", "model", "_orig_mod", "_forward_module", "state_dict", "net")
 _ANCHOR = "model.embed_tokens.weight"
 _MAX_WRAPPERS = 3
 _ZIP_MAGIC = b"PK\x03\x04"
 _SAVE_AS = "load it where you trust its origin and save the weights alone, as safetensors: model.save_pretrained(DIR)"
-
-
-def weight_files(names: frozenset[str]) -> list[str]:
-    """The pickles among file names that can be weights: the standard names first, trainer state left out."""
-    standard = [name for name in (INDEX_NAME, SINGLE_NAME) if name in names]
-    loose = sorted(name for name in names if name.endswith(ENDINGS) and not _TRAINER_FILE.fullmatch(name))
-    return standard[:1] or loose
 
 
 class TorchBinReader:
@@ -103,7 +92,7 @@ class TorchBinReader:
         """The files of the weights and, for a sharded checkpoint, tensor name -> file."""
         if path.is_file():
             return [path.name], None
-        names = weight_files(frozenset(entry.name for entry in path.iterdir()))
+        names = pickled_weights(frozenset(entry.name for entry in path.iterdir()))
         if len(names) != 1:
             what = f"'{path}' holds {len(names)} pickles that can be its weights ({summarize(names, 4)})"
             raise InputError(what, f"name one, such as {path / names[0]}" if names else "give a checkpoint directory")

@@ -216,4 +216,6 @@ def test_safetensors_win_over_a_pickle_beside_them(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "ckpt", CONFIG, STATE)
     torch.save({"note": Canary(tmp_path / "CANARY")}, source / "pytorch_model.bin")
     assert open_checkpoint(source).format == "safetensors"
+    result = convert(source, tmp_path / "engine", audit=False)
+    assert [note for note in result.manifest.notes if "not read: pytorch_model.bin" in note]
     assert not (tmp_path / "CANARY").exists()
