@@ -44,6 +44,12 @@ class GgufReader:
         self._name_of = {hugging_face_name(name, arch): name for name in self._file.tensors if name not in FACTOR_TENSORS}
 
     def config(self) -> dict[str, Any]:
+        try:
+            return self._config()
+        except (TypeError, ValueError, ZeroDivisionError) as error:  # a text where a number belongs, no heads
+            raise InputError(f"'{self.path}' has metadata of the wrong kind ({error})", "download it again") from error
+
+    def _config(self) -> dict[str, Any]:
         meta, tensors = self._meta, self._file.tensors
         embedding = tensors.get("token_embd.weight")
         if embedding is None:

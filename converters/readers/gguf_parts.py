@@ -35,8 +35,8 @@ class GgufParts:
 
     def __init__(self, path: Path) -> None:
         first = GgufFile(path)
-        count = int(first.metadata.get("split.count", 1) or 1)
-        if count <= 1:
+        count = first.metadata.get("split.count", 1)
+        if not isinstance(count, int) or count <= 1:
             self._parts = [first]
         else:
             self._parts = [GgufFile(part) for part in self._locate(path, count)]
@@ -72,5 +72,5 @@ class GgufParts:
         if twice:
             raise InputError(f"the parts of '{self._parts[0].path}' hold tensors twice: {summarize(twice)}", "download them again")
         total = self._parts[0].metadata.get("split.tensors.count")
-        if total is not None and int(total) != len(names):
+        if total is not None and total != len(names):
             raise InputError(f"the parts of '{self._parts[0].path}' hold {len(names)} tensors instead of {total}", "download them again")

@@ -25,6 +25,7 @@ _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _TEKKEN_SPLIT = rf"{_WORD}*{_LOWER}+|{_WORD}+{_LOWER}*|\p{{N}}{_TAIL}"
 _GPT4O_SPLIT = rf"{_WORD}*{_LOWER}+{_CONTRACTION}|{_WORD}+{_LOWER}*{_CONTRACTION}|\p{{N}}{{1,3}}{_TAIL}"
+_LISTS: dict[str, Any] = {"tokens": str, "merges": str, "scores": (int, float), "token_type": int}
 _INSTEAD = "convert the model's Hugging Face checkpoint"
 
 
@@ -89,6 +90,7 @@ def bundle_from_metadata(metadata: dict[str, Any], path: Path) -> TokenizerBundl
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or kind == "none":
         return None
+    _check_kinds(metadata, path)
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise InputError(f"'{path}' has a tokenizer without tokens", "download it again")
@@ -117,6 +119,19 @@ def bundle_from_metadata(metadata: dict[str, Any], path: Path) -> TokenizerBundl
     others = sorted(key.removeprefix("tokenizer.chat_template.") for key in metadata if key.startswith("tokenizer.chat_template."))
     notes = (f"chat templates left out: {', '.join(others)} (only the default one is kept)",) if others else ()
     return TokenizerBundle(tokenizer.to_str(), config, metadata.get("tokenizer.chat_template"), notes)
+
+
+def _check_kinds(metadata: dict[str, Any], path: Path) -> None:
+    """Raise InputError naming the first key of the tokenizer with a value of the wrong kind."""
+    for name, kind in _LISTS.items():
+        value = metadata.get(f"tokenizer.ggml.{name}", [])
+        if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
+            raise InputError(f"'{path}' has a tokenizer.ggml.{name} that is no list of the right kind", "download it again")
+    for key, value in metadata.items():
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and not isinstance(value, int):
+            raise InputError(f"'{path}' has {key} {value!r:.40}, a token id is needed", "download it again")
+    if not isinstance(metadata.get("tokenizer.chat_template", ""), str):
+        raise InputError(f"'{path}' has a tokenizer.chat_template that is no text", "download it again")
 
 
 def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str], path: Path) -> tuple[Any, bool]:

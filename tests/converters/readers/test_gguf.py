@@ -158,3 +158,15 @@ def test_dtype_without_a_flag(tmp_path: Path, block_type: str | None, dtype: str
     config = llama_config()
     write_gguf(tmp_path / "m.gguf", config, llama_state(config), block_type)
     assert convert(tmp_path / "m.gguf", tmp_path / "e", audit=False).manifest.model.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("llama.attention.head_count", 0), ("llama.attention.head_count", "four"), ("llama.embedding_length", []), ("llama.rope.freq_base", "x")],
+)
+def test_metadata_of_the_wrong_kind_is_a_damaged_file(tmp_path: Path, key: str, value: Any) -> None:
+    source = reader(tmp_path)
+    del source._meta.values["llama.attention.key_length"], source._meta.values["llama.rope.dimension_count"]
+    source._meta.values[key] = value
+    with pytest.raises(InputError):
+        model_config_from_hf(source.config())

@@ -10,12 +10,16 @@ import pytest
 import torch
 from case_checkpoints import token_ids
 from gguf_models import write_model_gguf
+from source_tree import ROOT
 from tiny_models import make_tiny_model
 
 from dspark.converters.pipeline import convert
 from dspark.converters.readers.gguf import GgufReader
 from dspark.converters.readers.gguf_families import _ROWS, ARCHITECTURES
+from dspark.converters.readers.gguf_file import SUPPORTED_TYPES
 from dspark.converters.readers.gguf_metadata import Metadata
+from dspark.converters.readers.gguf_tokenizer import PRE_TOKENIZERS
+from dspark.converters.readers.torch_bin import WRAPPERS
 from dspark.runtime.execution.loader import load_model
 from dspark.runtime.execution.logits import logits_for
 from dspark.runtime.models import FAMILIES
@@ -136,3 +140,11 @@ def test_a_missing_multiplier_is_named() -> None:
     metadata = Metadata({"general.architecture": "granite", "granite.embedding_scale": 12.0}, Path("m.gguf"))
     with pytest.raises(InputError, match=r"lacks the metadata key granite\.residual_scale"):
         ARCHITECTURES["granite"].extra(metadata)
+
+
+def test_the_document_names_what_is_read() -> None:
+    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    names = [*ARCHITECTURES, *PRE_TOKENIZERS, *WRAPPERS]
+    assert [name for name in names if f"`{name}`" not in text] == []
+    types = text[text.index("### Block types") :].split("`")[1].split()
+    assert sorted(types) == sorted(SUPPORTED_TYPES)

@@ -11,6 +11,7 @@ from case_checkpoints import llama_config, llama_state, write_gguf
 from tiny_models import CORPUS
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from dspark.converters.audit import PROBE_TEXTS
 from dspark.converters.pipeline import convert
 from dspark.converters.readers.gguf_sentencepiece import ranked_merges
 from dspark.converters.readers.gguf_tokenizer import bundle_from_metadata
@@ -91,6 +92,14 @@ def test_special_and_added_tokens_as_in_transformers(kind: str) -> None:
         assert built(kind).encode(text, add_special_tokens=False).ids == by_transformers(kind).encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.parametrize("kind", ["phi3", "gemma2"])
+def test_every_probe_of_the_audit_comes_back(kind: str) -> None:
+    """These are audited by their round trip."""
+    tokenizer = built(kind)
+    for text in PROBE_TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+
+
 def test_a_round_trip_through_bytes() -> None:
     tokenizer = built()
     ids = tokenizer.encode("a 🙂\n", add_special_tokens=False).ids
@@ -150,6 +159,10 @@ def test_merges_in_the_file_are_taken() -> None:
     [
         ({"tokenizer.ggml.scores": [0.0]}, InputError, "has 1 scores for"),
         ({"tokenizer.ggml.tokens": []}, InputError, "without tokens"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, InputError, "tokens that is no list of the right kind"),
+        ({"tokenizer.ggml.scores": "0.5"}, InputError, "scores that is no list of the right kind"),
+        ({"tokenizer.ggml.bos_token_id": "1"}, InputError, r"bos_token_id '1', a token id is needed"),
+        ({"tokenizer.chat_template": ["x"]}, InputError, "chat_template that is no text"),
         ({"tokenizer.ggml.token_type": [1, 1]}, InputError, "another number of token types"),
         ({"tokenizer.ggml.model": "t5"}, UnsupportedError, r"tokenizer\.ggml\.model 't5', supported: gpt2"),
     ],
