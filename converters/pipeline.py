@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from dspark.converters.audit import audit_engine
 from dspark.converters.detect import open_checkpoint
-from dspark.converters.lora.reader import LoraReader, with_adapters
+from dspark.converters.lora import with_adapters
+from dspark.converters.lora.reader import LoraReader
 from dspark.converters.mapping import MappedModel, map_checkpoint
 from dspark.converters.packed import engine_names, engine_tensors, packed_config, refuse_packed
 from dspark.converters.quantize import QuantPlan, plan_quantization, quantized_tensors
@@ -43,14 +44,18 @@ def convert(
     force: bool = False,
     progress: Progress | None = None,
     adapters: Sequence[tuple[Path, float]] = (),
+    requantize: bool = True,
+    lora_base: Path | None = None,
 ) -> Result:
     """Convert any checkpoint to an engine directory, with adapters (directory and weight of each) merged in.
 
+    requantize, lora_base: for adapters on a quantized base; whether adapted layers are quantized again, and its full-precision twin.
     Raises InputError or UnsupportedError for a checkpoint that cannot be used, UsageError for a target that may not be written,
     QualityError when the audit refuses; in every case nothing is left behind.
     """
     check_target(Path(engine_dir), force)
-    model = map_checkpoint(with_adapters(open_checkpoint(source), adapters), dtype)
+    full = open_checkpoint(lora_base) if lora_base is not None else None
+    model = map_checkpoint(with_adapters(open_checkpoint(source), adapters, requantize, full), dtype)
     return _write(_Job(model, Path(engine_dir), force, audit, progress), engine_tensors(model), engine_names(model))
 
 
@@ -103,7 +108,8 @@ def _write(job: _Job, tensors: Iterator[tuple[str, torch.Tensor]], names: list[s
         generation = model.reader.generation_config()
         if generation is not None:
             writer.add_json("generation_config.json", generation)
-        record = {"lineage": lineage(model), "notes": tuple(notes), "quality": plan.quality() if plan else {}}
+        measured = plan.quality if plan else getattr(model.reader, "quality", dict)
+        record: dict[str, Any] = {"lineage": lineage(model), "notes": tuple(notes), "quality": measured()}
         manifest = writer.finish(model.config, plan.config if plan else packed_config(model), **record)
         if job.audit:
             manifest = replace(manifest, audit=audit_engine(writer.directory, model.reader))

@@ -28,6 +28,8 @@ class ConvertOptions:
     source: Path = argument("checkpoint: a Hugging Face directory with safetensors weights, or a .gguf file")
     engine: Path = argument("engine directory to write")
     lora: tuple[str, ...] = flag((), "adapter to merge in, with its weight (1 when absent)", metavar="DIR[=WEIGHT]")
+    requantize: bool = flag(True, "on a quantized base, quantize adapted layers again; --no-requantize keeps them dense")
+    lora_base: Path | None = flag(None, "full-precision twin of a quantized base, to measure what the merge loses", metavar="DIR")
     dtype: str = flag("auto", "dtype of the weights; auto: the checkpoint's own", choices=DTYPES)
     audit: bool = flag(True, "compare logits, tokenizer and chat template with transformers before publishing")
     force: bool = flag(False, "replace an engine that is already there")
@@ -42,7 +44,17 @@ def convert(console: Console, options: ConvertOptions) -> int:
     console.note(f"converting {options.source}" + "".join(f" + {text}" for text in options.lora))
     progress = TensorProgress(console)
     try:
-        result = run(options.source, options.engine, options.dtype, options.audit, options.force, progress, adapters)
+        result = run(
+            options.source,
+            options.engine,
+            options.dtype,
+            options.audit,
+            options.force,
+            progress,
+            adapters,
+            options.requantize,
+            options.lora_base,
+        )
     finally:
         progress.close()
     report_result(console, result, time.monotonic() - start)
@@ -92,6 +104,9 @@ def report_result(console: Console, result: Result, seconds: float) -> None:
     parts = [model.family, model.dtype if scheme is None else scheme, f"{manifest.weight_bytes() / 1e6:.1f} MB"]
     if quality:
         parts.append(f"SQNR mean {quality['mean_sqnr_db']} dB, worst {quality['worst_sqnr_db']} dB ({quality['worst_layer']})")
+        if "mean_error_before" in quality:
+            before, after = quality["mean_error_before"], quality["mean_error_after"]
+            parts.append(f"adapted layers {before:.2%} from a full-precision merge, {after:.2%} after quantizing again")
     parts.append(str(manifest.audit.get("summary", "not audited")))
     console.note(f"wrote {result.engine} in {seconds:.1f} s: {', '.join(parts)}")
     console.document(

@@ -31,8 +31,8 @@ def describe_adapter(path: Path) -> dict[str, Any]:
         **facts,
         "variant": _variant(adapter),
         "rank": _spread([config.rank_of(patch.module) for patch in adapted]) or config.rank,
-        "alpha": config.alpha,
-        "scale": _spread([round(config.scaling(patch.module), 6) for patch in adapted]),
+        "alpha": _short(config.alpha),
+        "scale": _spread([_short(config.scaling(patch.module)) for patch in adapted]),
         "targets": sorted({patch.module.rpartition(".")[2] for patch in adapted}),
         "layers_adapted": len(adapted),
         "saved_whole": _saved(patches),
@@ -48,6 +48,10 @@ def describe_adapter(path: Path) -> dict[str, Any]:
 def _variant(adapter: Adapter) -> str:
     names = [name for name, on in (("rank-stabilised", adapter.config.rslora), ("DoRA", adapter.config.dora)) if on]
     return " ".join(names) or "plain"
+
+
+def _short(value: float) -> float | int:
+    return int(value) if value == int(value) else round(value, 6)
 
 
 def _spread(values: list[Any]) -> Any:

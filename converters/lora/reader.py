@@ -18,6 +18,7 @@ from dspark.converters.lora.keys import EMBEDDING, HEAD, Patch, Shape, check_pat
 from dspark.converters.lora.merge import equal_values, merge
 from dspark.converters.readers.base import CheckpointReader, TensorInfo
 from dspark.converters.tokenizer_files import TokenizerBundle, bundle_from_transformers, has_tokenizer_files, load_transformers_tokenizer
+from dspark.runtime.models.hf_config import model_config_from_hf
 from dspark.runtime.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ class LoraReader:
         self.adapters = list(adapters)
         self.path = base.path
         self.format = base.format
-        self.notes: list[str] = []
         self._config = dict(base.config())
         self._infos = dict(base.tensors())
+        self.notes: list[str] = list(getattr(base, "notes", ()))
         self._tied = self._is_tied()
         if self._tied:
             self._infos[_HEAD_WEIGHT] = self._infos[_EMBEDDING_WEIGHT]
@@ -82,7 +83,7 @@ class LoraReader:
 
     def _is_tied(self) -> bool:
         """Whether head and embedding are one parameter: the flag is set, and a head that was saved all the same is a copy."""
-        if not self._config.get("tie_word_embeddings") or _EMBEDDING_WEIGHT not in self._infos:
+        if not model_config_from_hf(self._config).tie_word_embeddings or _EMBEDDING_WEIGHT not in self._infos:  # some families' default
             return False
         return _HEAD_WEIGHT not in self._infos or equal_values(self.base.read(_HEAD_WEIGHT), self.base.read(_EMBEDDING_WEIGHT))
 
@@ -189,10 +190,3 @@ def _share(found: dict[str, Patch], adapter: Adapter, shape: Shape) -> None:
         keys = {**patch.only(*shared).keys, **other.keys}
         if keys != other.keys:
             found[there] = Patch(adapter, there, keys)
-
-
-def with_adapters(base: CheckpointReader, adapters: Sequence[tuple[Path, float]]) -> CheckpointReader:
-    """`base` itself when there are no adapters, else with them merged in. adapters: directory and weight of each."""
-    if not adapters:
-        return base
-    return LoraReader(base, [Adapter(path, weight) for path, weight in adapters])

@@ -209,6 +209,18 @@ def test_adapters_merge_into_an_engine_too(plain: tuple[Path, Path], tmp_path: P
     assert result.manifest.lineage["made_of"]["source"] == "base" and not [note for note in result.notes if "base model" in note]
 
 
+def test_a_family_that_ties_by_default_is_tied_without_the_key(tmp_path: Path) -> None:
+    """Gemma's published configs do not have it; an adapter on the embedding alone must leave the head as it was."""
+    base = make_tiny_checkpoint(tmp_path / "base", "gemma2")
+    config = json.loads((base / "config.json").read_text())
+    assert config.pop("tie_word_embeddings", True)
+    (base / "config.json").write_text(json.dumps(config))
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules=["embed_tokens"])
+    result = merged(base, tmp_path / "engine", adapter)
+    assert result.manifest.model.tie_word_embeddings is False
+    assert relative_error(by_transformers(tmp_path / "engine", TOKENS), peft_logits(base, [(adapter, 1.0)], TOKENS)) < CLOSE
+
+
 # --------------------------------------------------------------------------- refusals
 
 

@@ -28,6 +28,8 @@ CASES: dict[str, LoraCase] = {
     "plain": LoraCase(),
     "qwen2-biases": LoraCase("qwen2", {"target_modules": "all-linear"}),
     "qwen3": LoraCase("qwen3", {"target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj"]}),
+    "phi3-fused-layers": LoraCase("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"], "use_dora": True}),
+    "gemma3-scaled-embedding": LoraCase("gemma3", {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["norm"]}),
     "rslora": LoraCase(options={"r": 16, "lora_alpha": 8, "use_rslora": True}),
     "dora": LoraCase(options={"use_dora": True}),
     "dora-rslora": LoraCase(options={"use_dora": True, "use_rslora": True}),
