@@ -74,7 +74,7 @@ def _is_compressed_tensors(facts: SourceFacts) -> bool:
 FORMATS: tuple[Format, ...] = (
     Format("engine", lambda f: MANIFEST_NAME in f.names, "engine:EngineReader"),
     Format("gguf", _is_gguf, "gguf:GgufReader"),
-    Format("LoRA adapter", lambda f: "adapter_config.json" in f.names, None, "merge it into its base model first"),
+    Format("LoRA adapter", lambda f: "adapter_config.json" in f.names, None, "name its base model as SOURCE and type --lora DIR"),
     Format("Marlin", lambda f: _is_packed_as("marlin")(f) or (f.has_tensor(".B") and f.has_tensor(".s"))),
     Format("gptq", _is_packed_as("gptq"), "gptq:GptqReader"),
     Format("awq", lambda f: f.has_tensor(".qweight"), "awq:AwqReader"),
