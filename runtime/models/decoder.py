@@ -130,14 +130,16 @@ def _build_layer(
 
 def _build_attention(config: ModelConfig, index: int, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels) -> Attention:
     name = f"model.layers.{index}.self_attn"
-    norms = [load_norm(f"{name}.{which}_norm", weights, config.norm_offset) for which in "qk"] if config.qk_norm else [None, None]
-    per_head = not config.full_width_qk_norm
+    norms = None
+    if config.qk_norm:
+        norms = load_norm(f"{name}.q_norm", weights, config.norm_offset), load_norm(f"{name}.k_norm", weights, config.norm_offset)
+    head_norms = norms if norms is not None and not config.full_width_qk_norm else (None, None)
     return Attention(
         qkv_proj=load_linear([f"{name}.{p}_proj" for p in "qkv"], weights, quant, kernels),
         o_proj=load_linear([f"{name}.o_proj"], weights, quant, kernels),
-        q_norm=norms[0] if per_head else None,
-        k_norm=norms[1] if per_head else None,
-        full_width_norms=None if per_head else (norms[0], norms[1]),
+        q_norm=head_norms[0],
+        k_norm=head_norms[1],
+        full_width_norms=norms if config.full_width_qk_norm else None,
         eps=config.rms_norm_eps,
         num_heads=config.num_heads,
         scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
