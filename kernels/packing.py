@@ -4,6 +4,8 @@ Canonical layout ("wna16"): codes [K, N] become int32 [ceil(K * bits / 32), N], 
 stream bits k*bits .. k*bits+bits-1, and stream bit t is bit t % 32 of word t // 32. For 4 and 8 bits this is GPTQ's own `qweight`.
 """
 
+import math
+
 import numpy as np
 import torch
 
@@ -15,29 +17,43 @@ def packed_rows(in_features: int, bits: int) -> int:
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 [K, N], each below 2**bits -> int32 [ceil(K * bits / 32), N]."""
-    values = np.ascontiguousarray(codes.numpy().astype(np.uint64))
+    values = codes.numpy()
     num_words = packed_rows(values.shape[0], bits)
-    words = np.zeros((num_words + 1, values.shape[1]), np.uint64)
-    lane_period = 32 // np.gcd(32, bits)  # codes after which the pattern of word offsets repeats
-    for lane in range(lane_period):
-        index = np.arange(lane, values.shape[0], lane_period)
-        if index.size == 0:
-            continue
-        word, offset = index * bits // 32, np.uint64(lane * bits % 32)
-        shifted = values[index] << offset
-        words[word] |= shifted & np.uint64(0xFFFFFFFF)
-        words[word + 1] |= shifted >> np.uint64(32)
-    return torch.from_numpy(words[:num_words].astype(np.uint32).view(np.int32))
+    words = np.zeros((num_words + 1, values.shape[1]), np.uint32)
+    for lane in range(_lane_period(bits)):
+        rows = slice(lane, None, _lane_period(bits))
+        word, offset = _place(values[rows].shape[0], lane, bits)
+        lane_codes = values[rows].astype(np.uint32)
+        words[word] |= lane_codes << np.uint32(offset)
+        if offset + bits > 32:
+            words[word + 1] |= lane_codes >> np.uint32(32 - offset)
+    return torch.from_numpy(words[:num_words].view(np.int32))
 
 
 def unpack_codes(packed: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
-    """Inverse of `pack_codes`: int32 [ceil(K * bits / 32), N] -> uint8 [K, N]."""
-    words = packed.cpu().contiguous().numpy().view(np.uint32).astype(np.uint64)
-    words = np.concatenate([words, np.zeros((1, words.shape[1]), np.uint64)])
-    first_bit = np.arange(in_features) * bits
-    word, offset = first_bit // 32, (first_bit % 32).astype(np.uint64)[:, None]
-    pair = words[word] | (words[word + 1] << np.uint64(32))
-    return torch.from_numpy(((pair >> offset) & np.uint64(2**bits - 1)).astype(np.uint8)).to(packed.device)
+    """Inverse of `pack_codes`: int32 [ceil(K * bits / 32), N] -> uint8 [K, N]. Needs little more room than the result."""
+    words = packed.cpu().contiguous().numpy().view(np.uint32)
+    codes = np.empty((in_features, words.shape[1]), np.uint8)
+    mask = np.uint32(2**bits - 1)
+    for lane in range(_lane_period(bits)):
+        rows = slice(lane, None, _lane_period(bits))
+        word, offset = _place(codes[rows].shape[0], lane, bits)
+        lane_codes = words[word] >> np.uint32(offset)
+        if offset + bits > 32 and word.size:
+            lane_codes |= words[word + 1] << np.uint32(32 - offset)
+        codes[rows] = lane_codes & mask
+    return torch.from_numpy(codes).to(packed.device)
+
+
+def _lane_period(bits: int) -> int:
+    """Codes after which the pattern of offsets in words repeats."""
+    return 32 // math.gcd(32, bits)
+
+
+def _place(count: int, lane: int, bits: int) -> tuple[np.ndarray, int]:
+    """Word of each of the `count` codes of a lane, and the bit at which they all begin."""
+    first_bit = (lane + np.arange(count) * _lane_period(bits)) * bits
+    return first_bit // 32, lane * bits % 32
 
 
 # ---- layouts of other programs ---------------------------------------------------------------------------------------------------

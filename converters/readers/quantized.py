@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 QUANTIZE_CONFIGS = ("quantize_config.json", "quant_config.json")
 DAMAGED = "the checkpoint is damaged: use another copy"
-SMALLEST_GROUP = 8
+SMALLEST_GROUP = 16  # of the matrix units of GPUs
 _INDEX_ENDING = ".safetensors.index.json"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors")
-_COLUMNS = 1024  # outputs that are unpacked at a time: the codes of a whole weight take eight times its room
+_COLUMNS = 1024  # outputs that are unpacked at a time
 
 
 @dataclass(frozen=True)

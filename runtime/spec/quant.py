@@ -133,7 +133,7 @@ class QuantConfig:
         counts = Counter(scheme.describe() for scheme in self.modules.values())  # schemes that differ only in what need not be said are one
         if len(counts) == 1:
             return schemes[0].describe()
-        return "mixed: " + ", ".join(f"{words} ({count} layers)" for words, count in counts.most_common())
+        return "mixed: " + ", ".join(f"{words} ({count} {'layer' if count == 1 else 'layers'})" for words, count in counts.most_common())
 
     def to_json(self) -> dict[str, Any]:
         """JSON value; a table is written as a list of schemes and each module's index in it."""

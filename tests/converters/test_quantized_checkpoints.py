@@ -167,7 +167,8 @@ def group_args(bits: int, kind: str = "int", strategy: str = "group", **more: An
 
 def compressed_config(format: str, weights: dict[str, Any], activations: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None, "format": format}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}, "ignore": ["lm_head"], **more}
+    described = {"quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed", "ignore": ["lm_head"]}
+    return {**described, "config_groups": {"group_0": group}, **more}
 
 
 @pytest.mark.parametrize(
