@@ -175,11 +175,11 @@ class CompressedTensorsReader(QuantizedReader):
         return expected
 
     def _bits(self, module: str, width: int, inputs: int) -> int:
-        """Bits of a code: the config's, which the width must bear out in the old or the new packing."""
+        """Bits of a code: the config's, which the width must bear out in the old or the new packing. Not said means 8 where that fits."""
         said = self.settings(module).get("num_bits")
         fitting = [bits for bits in range(2, 9) if width in (dense_width(inputs, bits), lane_width(inputs, bits))]
-        if said is None and len(fitting) == 1:
-            return fitting[0]
+        if said is None and (8 in fitting or len(fitting) == 1):
+            return 8 if 8 in fitting else fitting[0]
         if said not in fitting:
             found = summarize([str(bits) for bits in fitting]) or "no whole number of"
             raise self.misfit(module, f"{width} words for {inputs} inputs are {found} bits, the config says {said}", *PACKED)
