@@ -20,6 +20,7 @@ _CODES = {
     "float32": "F32",
     "float16": "F16",
     "bfloat16": "BF16",
+    "int64": "I64",
     "int32": "I32",
     "uint8": "U8",
     "int8": "I8",

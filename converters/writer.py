@@ -1,4 +1,4 @@
-"""Writes an engine directory that is either whole or not there.
+"""Writes an engine directory that is either whole or not there; the exporters write their checkpoints the same way.
 
 Everything goes to a sibling directory `.NAME.tmp-PID`, is brought to disk, gets its manifest last and is renamed: a process killed at any
 moment leaves nothing under the engine's name that loads. What dead processes left is removed by the next one with the same target.
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
@@ -37,17 +37,22 @@ _DISK_ERRORS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota 
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
-class EngineWriter:
-    """Use as a context manager: `add` every tensor, then `finish` writes the manifest and `publish` puts the directory in place.
+class ShardedWriter:
+    """Use as a context manager: `add` every tensor, close the shards under their names (`name_shards`), then `publish` puts the directory
+    in place.
 
     Leaving the block without `publish` removes what was written. names: every tensor that may be added.
+    marker: the file by which a directory is known as one that dspark made; noun: what messages call it.
     Raises UsageError when the target exists (without `force`), or is something that dspark did not make (even with it); MachineError
     when the disk is full.
     """
 
+    marker = MANIFEST_NAME
+    noun = "engine"
+
     def __init__(self, target: str | Path, names: Iterable[str], force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
         self.target = Path(os.path.realpath(target))  # a symbolic link is followed: the engine goes where it points
-        check_target(self.target, force)
+        check_target(self.target, force, self.marker, self.noun)
         self._names, self._force, self._shard_bytes = list(names), force, shard_bytes
         self.directory = self.target.parent / f".{self.target.name}.tmp-{os.getpid()}"
         self._stream: SafetensorsStream | None = None
@@ -55,7 +60,7 @@ class EngineWriter:
         self.tensors: dict[str, TensorRecord] = {}
         self.files: dict[str, str] = {}
 
-    def __enter__(self) -> EngineWriter:
+    def __enter__(self) -> Self:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(self.target)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -94,27 +99,22 @@ class EngineWriter:
         (self.directory / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         self.files[name] = hash_file(self.directory / name)
 
-    def finish(self, model: ModelConfig, quant: QuantConfig | None, lineage: dict[str, Any], **results: Any) -> EngineManifest:
-        """Close the shards, give them their final names and write the manifest. results: audit, quality, notes."""
+    def name_shards(self, pattern: str) -> None:
+        """Close the shards and give them their final names. pattern: with `index` and `total`."""
         if self._stream is not None:
             self._close_shard()
         final = {}
         for index in range(1, self._num_shards + 1):
-            final[_shard_draft(index)] = SHARD_PATTERN.format(index=index, total=self._num_shards)
+            final[_shard_draft(index)] = pattern.format(index=index, total=self._num_shards)
             (self.directory / _shard_draft(index)).rename(self.directory / final[_shard_draft(index)])
         self.tensors = {name: TensorRecord(final[r.shard], r.dtype, r.shape, r.xxh3) for name, r in self.tensors.items()}
-        manifest = EngineManifest(
-            model=model, tensors=self.tensors, quant=quant, lineage=lineage, files=self.files, created=int(time.time()), **results
-        )
-        manifest.save(self.directory)
-        return manifest
 
     def publish(self) -> None:
         """Bring everything to disk and put the directory in place."""
         for path in self.directory.iterdir():
             sync(path)
         sync(self.directory)
-        replace_directory(self.directory, self.target, self._force)
+        replace_directory(self.directory, self.target, self._force, self.marker, self.noun)
         sync(self.target.parent)
 
     def _close_shard(self) -> None:
@@ -123,30 +123,43 @@ class EngineWriter:
         self._stream = None
 
 
+class EngineWriter(ShardedWriter):
+    """Writes an engine: after the last tensor `finish` writes the manifest."""
+
+    def finish(self, model: ModelConfig, quant: QuantConfig | None, lineage: dict[str, Any], **results: Any) -> EngineManifest:
+        """Name the shards and write the manifest. results: audit, quality, notes."""
+        self.name_shards(SHARD_PATTERN)
+        manifest = EngineManifest(
+            model=model, tensors=self.tensors, quant=quant, lineage=lineage, files=self.files, created=int(time.time()), **results
+        )
+        manifest.save(self.directory)
+        return manifest
+
+
 def _shard_draft(index: int) -> str:
     return f"weights-{index:05d}.part"
 
 
-def check_target(target: Path, force: bool) -> None:
-    """Raise UsageError when an engine may not be written there."""
+def check_target(target: Path, force: bool, marker: str = MANIFEST_NAME, noun: str = "engine") -> None:
+    """Raise UsageError when an engine (or what else `marker` and `noun` say) may not be written there."""
     if not target.exists():
         return
     if not target.is_dir():
         raise UsageError(f"'{target}' exists and is a file", "name a directory that does not exist yet")
     if not any(target.iterdir()):
         return
-    if not (target / MANIFEST_NAME).is_file():
-        raise UsageError(f"'{target}' exists and is no engine, so it is not replaced", "name a directory that does not exist yet")
+    if not (target / marker).is_file():
+        raise UsageError(f"'{target}' exists and is no {noun}, so it is not replaced", "name a directory that does not exist yet")
     if not force:
-        raise UsageError(f"engine '{target}' exists", "type --force to replace it, or name another directory")
+        raise UsageError(f"{noun} '{target}' exists", "type --force to replace it, or name another directory")
 
 
-def replace_directory(source: Path, target: Path, force: bool) -> None:
-    """Rename a directory into place; an engine already there is swapped with it in one step where the system can, and removed.
+def replace_directory(source: Path, target: Path, force: bool, marker: str = MANIFEST_NAME, noun: str = "engine") -> None:
+    """Rename a directory into place; one of its kind already there is swapped with it in one step where the system can, and removed.
 
     Raises UsageError when the target has come into being meanwhile.
     """
-    check_target(target, force)
+    check_target(target, force, marker, noun)
     try:
         os.rename(source, target)  # also takes the place of an empty directory
         return
