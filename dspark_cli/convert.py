@@ -126,10 +126,7 @@ def report_result(console: Console, result: Result, seconds: float) -> None:
 
 def describe_scheme(quant: Any) -> str | None:
     """A quantization in words, such as "w4a16 group 64", or None."""
-    if quant is None:
-        return None
-    size = quant.scheme.group_size
-    return f"{quant.scheme.name} {'per channel' if size == -1 else f'group {size}'}"
+    return None if quant is None else str(quant.describe())
 
 
 def register(app: typer.Typer) -> None:

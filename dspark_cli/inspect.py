@@ -65,6 +65,7 @@ def checkpoint_facts(path: Path) -> dict[str, Any]:
     """A checkpoint in numbers, from its headers; faults that convert would find are found here too."""
     from dspark.converters.detect import open_checkpoint
     from dspark.converters.mapping import map_checkpoint
+    from dspark.converters.packed import packed_config
 
     reader = open_checkpoint(path)
     mapped = map_checkpoint(reader)
@@ -72,9 +73,10 @@ def checkpoint_facts(path: Path) -> dict[str, Any]:
     return {
         "format": reader.format,
         **model_facts(mapped.config),
+        "scheme": describe_scheme(packed_config(mapped)),
         "tensor_types": ", ".join(f"{count} {name}" for name, count in types.most_common()),
         "file_bytes": sum(file.stat().st_size for file in reader.files()),
-        "notes": list(mapped.notes),
+        "notes": [*getattr(reader, "notes", ()), *mapped.notes],
     }
 
 
