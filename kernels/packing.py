@@ -22,11 +22,11 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     words = np.zeros((num_words + 1, values.shape[1]), np.uint32)
     for lane in range(_lane_period(bits)):
         rows = slice(lane, None, _lane_period(bits))
-        word, offset = _place(values[rows].shape[0], lane, bits)
         lane_codes = values[rows].astype(np.uint32)
-        words[word] |= lane_codes << np.uint32(offset)
+        first, following, offset = _words_of_lane(lane, bits, lane_codes.shape[0])
+        words[first] |= lane_codes << np.uint32(offset)
         if offset + bits > 32:
-            words[word + 1] |= lane_codes >> np.uint32(32 - offset)
+            words[following] |= lane_codes >> np.uint32(32 - offset)
     return torch.from_numpy(words[:num_words].view(np.int32))
 
 
@@ -37,10 +37,10 @@ def unpack_codes(packed: torch.Tensor, bits: int, in_features: int) -> torch.Ten
     mask = np.uint32(2**bits - 1)
     for lane in range(_lane_period(bits)):
         rows = slice(lane, None, _lane_period(bits))
-        word, offset = _place(codes[rows].shape[0], lane, bits)
-        lane_codes = words[word] >> np.uint32(offset)
-        if offset + bits > 32 and word.size:
-            lane_codes |= words[word + 1] << np.uint32(32 - offset)
+        first, following, offset = _words_of_lane(lane, bits, codes[rows].shape[0])
+        lane_codes = words[first] >> np.uint32(offset)
+        if offset + bits > 32:
+            lane_codes |= words[following] << np.uint32(32 - offset)
         codes[rows] = lane_codes & mask
     return torch.from_numpy(codes).to(packed.device)
 
@@ -50,10 +50,11 @@ def _lane_period(bits: int) -> int:
     return 32 // math.gcd(32, bits)
 
 
-def _place(count: int, lane: int, bits: int) -> tuple[np.ndarray, int]:
-    """Word of each of the `count` codes of a lane, and the bit at which they all begin."""
-    first_bit = (lane + np.arange(count) * _lane_period(bits)) * bits
-    return first_bit // 32, lane * bits % 32
+def _words_of_lane(lane: int, bits: int, count: int) -> tuple[slice, slice, int]:
+    """Words in which the `count` codes of a lane begin, the words after those, and the bit at which the codes begin."""
+    first, offset = divmod(lane * bits, 32)
+    step = _lane_period(bits) * bits // 32
+    return slice(first, first + step * count, step), slice(first + 1, first + 1 + step * count, step), offset
 
 
 # ---- layouts of other programs ---------------------------------------------------------------------------------------------------
@@ -79,9 +80,11 @@ def add_one_to_lanes(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack_awq_columns(packed: torch.Tensor) -> torch.Tensor:
     """AWQ "gemm": int32 [R, C / 8] -> uint8 [R, C], the lanes put back into the order of the columns."""
-    rows, words = packed.shape
-    lanes = unpack_columns(packed, 4, words * 8).reshape(rows, words, 8)
-    return lanes[:, :, list(_AWQ_LANE_OF_COLUMN)].reshape(rows, words * 8)
+    words = packed.contiguous().numpy().view(np.uint32)
+    codes = np.empty((words.shape[0], words.shape[1] * 8), np.uint8)
+    for lane, column in enumerate(AWQ_LANES):
+        codes[:, column::8] = (words >> np.uint32(4 * lane)) & np.uint32(15)
+    return torch.from_numpy(codes)
 
 
 def unpack_awq_fast(packed: torch.Tensor) -> torch.Tensor:
