@@ -55,6 +55,17 @@ def test_logits_do_not_depend_on_chunks(engine_and_reference) -> None:
         torch.testing.assert_close(logits_for(model, prompt, chunk), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_logits_stay_near_float32(engine_and_reference, dtype: str) -> None:
+    """Every op of a family takes 16 bit rows (with norm factors in float32, for some), and none loses more than the rounding."""
+    engine, reference = engine_and_reference
+    prompt = random_prompt(40)
+    want = reference_logits(reference, prompt)
+    ours = logits_for(load_model(engine, dtype=dtype), prompt)
+    error = (ours - want).pow(2).mean().sqrt() / want.pow(2).mean().sqrt()
+    assert error < (0.06 if dtype == "bfloat16" else 0.01)
+
+
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers(engine_and_reference) -> None:
     """Answers that grow past the sliding window (24) and past the first context of longrope (64, where all keys change), in one batch with
