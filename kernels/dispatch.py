@@ -19,6 +19,7 @@ OPS = (
     "paged_attention",
     "silu_and_mul",
     "gelu_tanh_and_mul",
+    "moe_mlp",
     "copy_blocks",
     "make_dense_linear",
     "make_wna16_linear",
@@ -39,6 +40,7 @@ _MODULES: dict[str, dict[str, str]] = {
     "cpu": {
         **dict.fromkeys(_ELEMENTWISE, "dspark.kernels.cpu.elementwise"),
         "paged_attention": "dspark.kernels.cpu.attention",
+        "moe_mlp": "dspark.kernels.cpu.moe",
         "make_dense_linear": "dspark.kernels.cpu.linear",
         "make_wna16_linear": "dspark.kernels.cpu.linear",
         "make_fp8_linear": "dspark.kernels.cpu.linear",
@@ -47,6 +49,7 @@ _MODULES: dict[str, dict[str, str]] = {
     "reference": {
         **dict.fromkeys(_ELEMENTWISE, "dspark.kernels.reference.elementwise"),
         "paged_attention": "dspark.kernels.reference.attention",
+        "moe_mlp": "dspark.kernels.reference.moe",
         "make_dense_linear": "dspark.kernels.reference.linear",
         "make_wna16_linear": "dspark.kernels.reference.linear",
         "make_fp8_linear": "dspark.kernels.reference.linear",

@@ -40,6 +40,8 @@ class Kernels:
         """gate_up [T, 2 * I] -> [T, I]"""
         self.gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor] = bound["gelu_tanh_and_mul"]
         """the same with GELU in its tanh form"""
+        self.moe_mlp: Callable[..., torch.Tensor] = bound["moe_mlp"]
+        """(x [T, H], router_logits [T, E], E functions [n, H] -> [n, H], top_k, renormalize) -> [T, H]: experts times their shares"""
         self.copy_blocks: Callable[..., None] = bound["copy_blocks"]
         """(k_cache, v_cache, source ids, target ids): whole blocks"""
 
