@@ -1,7 +1,8 @@
 """From a checkpoint's tensors to the engine's: every name and shape checked before the first one is written.
 
 The engine's names are Hugging Face's of the Llama family, the same for every family; what differs is which of them exist. Modules that a
-family's checkpoints hold as one (Family.fused) are split, so that each part is quantized, adapted and exported on its own.
+family's checkpoints hold as one (Family.fused) are split, so that each part is quantized, adapted and exported on its own; so are the
+experts of a layer, which transformers 5 stacks in two tensors.
 """
 
 from __future__ import annotations
@@ -25,24 +26,29 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # buffers that old savers wrote: transformers computes them
 _LEFTOVER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.\w+|(model\.)?layers\.\d+\.self_attn\.(masked_bias|bias)")
+_EXPERT_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 _COMPARE_ROWS = 4096
 
 
 @dataclass(frozen=True)
 class FusedPart:
-    """Where a tensor stands in a checkpoint that holds it together with others: rows first_row .. first_row + num_rows - 1 of `source`."""
+    """Where a tensor stands in a checkpoint that holds it together with others or under another name.
+
+    Rows first_row .. first_row + num_rows - 1 of `source`, or with expert of source[expert], where source has three dimensions.
+    """
 
     source: str
     first_row: int
     num_rows: int
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
 class MappedModel:
     """What will be written: the config, each tensor's name and shape in order of use, and what the user should know.
 
-    parts: the tensors that the checkpoint holds inside others.
+    parts: the tensors that the checkpoint holds inside others or calls otherwise.
     """
 
     reader: CheckpointReader
@@ -56,7 +62,8 @@ class MappedModel:
         part = self.parts.get(name)
         if part is None:
             return self.reader.read(name)
-        return self.reader.read(part.source)[part.first_row : part.first_row + part.num_rows]
+        source = self.reader.read(part.source)
+        return (source if part.expert is None else source[part.expert])[part.first_row : part.first_row + part.num_rows]
 
     def read_cast(self, name: str) -> torch.Tensor:
         """One tensor in the engine's dtype. Raises InputError when a finite value would become infinite (float16 holds up to 65504)."""
@@ -82,7 +89,7 @@ def map_checkpoint(reader: CheckpointReader, dtype: str = "auto") -> MappedModel
     notes: list[str] = []
     config = _settle_head(config, found, reader, notes)
     shapes = expected_tensors(config)
-    parts = _split_fused(config, found, shapes)
+    parts = _rename(config, found, shapes) | _split_fused(config, found, shapes) | _split_experts(config, found, shapes)
     _check(found, shapes, reader)
     config = replace(config, dtype=_choose_dtype(dtype, reader, notes))
     return MappedModel(reader, config, shapes, tuple(notes), parts)
@@ -107,6 +114,12 @@ def linear_modules(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def router_patterns(config: ModelConfig) -> tuple[str, ...]:
+    """Patterns of the modules that choose between experts: one wrong choice changes a token's whole layer, and they are small."""
+    shared = ("*.mlp.shared_expert_gate",) if config.shared_expert_intermediate_size else ()
+    return ("*.mlp.gate", *shared) if config.num_experts else ()
+
+
 def fused_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Module that the family's checkpoints hold -> the modules of ours that it stacks along its outputs, in that order."""
     return {
@@ -116,14 +129,54 @@ def fused_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     }
 
 
+def expert_stacks(config: ModelConfig) -> dict[str, list[list[str]]]:
+    """Tensor in which transformers 5 stacks a layer's experts [E, rows, K] -> for each expert its tensors of ours, along the rows."""
+    stacks = {}
+    for layer in range(config.num_layers):
+        if config.has_experts(layer):
+            experts = f"model.layers.{layer}.mlp.experts"
+            for stack, parts in _EXPERT_STACKS.items():
+                stacks[f"{experts}.{stack}"] = [[f"{experts}.{e}.{part}.weight" for part in parts] for e in range(config.num_experts)]
+    return stacks
+
+
 def fuse_state(config: ModelConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Dense tensors by our names -> by those of the family's checkpoints. Inverse of the split that `map_checkpoint` makes."""
+    """Dense tensors by our names -> by those of the family's class in transformers 5. `state` is emptied of what is put together."""
     import torch
 
-    state = dict(state)
     for fused, parts in fused_names(config).items():
         state[f"{fused}.weight"] = torch.cat([state.pop(f"{part}.weight") for part in parts])
+    for stack, experts in expert_stacks(config).items():
+        state[stack] = torch.stack([torch.cat([state.pop(name) for name in names]) for names in experts])
     return state
+
+
+def _rename(config: ModelConfig, found: dict[str, TensorInfo], shapes: dict[str, tuple[int, ...]]) -> dict[str, FusedPart]:
+    """Give the tensors in `found` that this family's checkpoints call otherwise their names of ours."""
+    located: dict[str, FusedPart] = {}
+    for name, shape in shapes.items():
+        saved = FAMILIES[config.family].saved_as(name)
+        if saved != name and saved in found and name not in found:
+            found[name] = found.pop(saved)
+            located[name] = FusedPart(saved, 0, shape[0])
+    return located
+
+
+def _split_experts(config: ModelConfig, found: dict[str, TensorInfo], shapes: dict[str, tuple[int, ...]]) -> dict[str, FusedPart]:
+    """Replace the stacks of experts in `found` by their parts; one of another shape stays and is reported as unexpected."""
+    located: dict[str, FusedPart] = {}
+    for source, experts in expert_stacks(config).items():
+        rows, width = sum(shapes[name][0] for name in experts[0]), shapes[experts[0][0]][1]
+        if source not in found or found[source].shape != (len(experts), rows, width) or any(name in found for name in experts[0]):
+            continue
+        info = found.pop(source)
+        for expert, names in enumerate(experts):
+            first_row = 0
+            for name in names:
+                located[name] = FusedPart(source, first_row, shapes[name][0], expert)
+                found[name] = replace(info, shape=shapes[name])
+                first_row += shapes[name][0]
+    return located
 
 
 def _split_fused(config: ModelConfig, found: dict[str, TensorInfo], shapes: dict[str, tuple[int, ...]]) -> dict[str, FusedPart]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from dspark.converters.mapping import MappedModel, linear_modules
+from dspark.converters.mapping import MappedModel, linear_modules, router_patterns
 from dspark.converters.quantizers.base import QuantizedWeight, quantizer, stored_names
 from dspark.converters.readers.base import summarize
 from dspark.runtime.spec.errors import InputError, UsageError
@@ -66,7 +66,7 @@ def plan_quantization(
     if idle:
         example = "such as model.layers.0.* or *.down_proj"
         raise UsageError(f"--ignore {summarize(idle)} matches no layer", f"patterns match module names, {example}")
-    config = QuantConfig(base, tuple(dict.fromkeys((*default.ignore, *ignore))))
+    config = QuantConfig(base, tuple(dict.fromkeys((*default.ignore, *router_patterns(model.config), *ignore))))
     layers = {module: shape for module, shape in modules.items() if config.scheme_for(module) is not None}
     if not layers:
         raise UsageError("--ignore leaves no layer to quantize", "use fewer patterns")

@@ -46,6 +46,7 @@ class Family:
     in `hf_values`, which has checked them. write: the keys of config.json that `read` derives its fields from.
     tensors: canonical name -> shape of every dense tensor that a model of this family has.
     fused: modules that checkpoints of this family hold as one, the parts stacked along their outputs: name below the layer -> its parts.
+    saved_as: name of a tensor or module of ours -> its name in checkpoints of this family, where that is another.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Family:
     defaults: Defaults = Defaults()
     tensors: Callable[[ModelConfig], Shapes] = field(default=lambda config: decoder_tensors(config))
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    saved_as: Callable[[str], str] = str
 
 
 @dataclass(frozen=True)
@@ -83,19 +85,28 @@ def linear_shapes(name: str, num_outputs: int, num_inputs: int, bias: bool) -> S
     return shapes
 
 
-def gated_mlp_tensors(config: ModelConfig, name: str) -> Shapes:
-    """Tensors of a gated feed-forward layer."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+def gated_mlp_tensors(config: ModelConfig, name: str, inner: int) -> Shapes:
+    """Tensors of a gated feed-forward block, `inner` wide."""
+    hidden = config.hidden_size
     shapes = linear_shapes(f"{name}.gate_proj", inner, hidden, config.mlp_bias)
     shapes |= linear_shapes(f"{name}.up_proj", inner, hidden, config.mlp_bias)
     return shapes | linear_shapes(f"{name}.down_proj", hidden, inner, config.mlp_bias)
 
 
-def decoder_tensors(config: ModelConfig, mlp_tensors: Callable[[ModelConfig, str], Shapes] = gated_mlp_tensors) -> Shapes:
-    """Tensors of a decoder in the Llama layout, with the deltas that the config names, in order of use.
+def moe_tensors(config: ModelConfig, name: str) -> Shapes:
+    """Tensors of a mixture of experts: the router, each expert, and the expert that all tokens share with its own gate."""
+    hidden = config.hidden_size
+    shapes = linear_shapes(f"{name}.gate", config.num_experts, hidden, False)
+    for expert in range(config.num_experts):
+        shapes |= gated_mlp_tensors(config, f"{name}.experts.{expert}", config.moe_intermediate_size)
+    if config.shared_expert_intermediate_size:
+        shapes |= linear_shapes(f"{name}.shared_expert_gate", 1, hidden, False)
+        shapes |= gated_mlp_tensors(config, f"{name}.shared_expert", config.shared_expert_intermediate_size)
+    return shapes
 
-    mlp_tensors: (config, name of a layer's feed-forward block) -> its tensors.
-    """
+
+def decoder_tensors(config: ModelConfig) -> Shapes:
+    """Tensors of a decoder in the Llama layout, with the deltas that the config names, in order of use."""
     hidden, norms = config.hidden_size, norm_names(config)
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -114,7 +125,8 @@ def decoder_tensors(config: ModelConfig, mlp_tensors: Callable[[ModelConfig, str
             shapes[f"{layer}.self_attn.q_norm.weight"] = (q_size if config.full_width_qk_norm else config.head_dim,)
             shapes[f"{layer}.self_attn.k_norm.weight"] = (kv_size if config.full_width_qk_norm else config.head_dim,)
         shapes |= norm(layer, norms.after_attention) | norm(layer, norms.before_mlp)
-        shapes |= mlp_tensors(config, f"{layer}.mlp")
+        dense = not config.has_experts(i)
+        shapes |= gated_mlp_tensors(config, f"{layer}.mlp", config.intermediate_size) if dense else moe_tensors(config, f"{layer}.mlp")
         shapes |= norm(layer, norms.after_mlp)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:

@@ -14,6 +14,7 @@ from dspark.kernels.ops import AttentionBatch, Kernels, LinearFn
 from dspark.runtime.layers.attention import Attention
 from dspark.runtime.layers.linear import load_linear
 from dspark.runtime.layers.mlp import FeedForward, load_gated_mlp
+from dspark.runtime.layers.moe import load_moe
 from dspark.runtime.layers.norm import ResidualStep, load_norm
 from dspark.runtime.layers.rope import Rotations
 from dspark.runtime.layers.weights import WeightSource
@@ -122,10 +123,17 @@ def _build_layer(
     return DecoderLayer(
         attention=_build_attention(config, index, quant, weights, kernels),
         after_attention=step(names.after_attention, norm(names.before_mlp)),
-        mlp=load_gated_mlp(f"{layer}.mlp", config.hidden_act, quant, weights, kernels),
+        mlp=_build_mlp(config, index, quant, weights, kernels),
         after_mlp=step(names.after_mlp, next_norm),
         rotation=config.ropes().index(config.rope_of_layer(index)),
     )
+
+
+def _build_mlp(config: ModelConfig, index: int, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels) -> FeedForward:
+    name = f"model.layers.{index}.mlp"
+    if config.has_experts(index):
+        return load_moe(name, config, quant, weights, kernels)
+    return load_gated_mlp(name, config.hidden_act, quant, weights, kernels)
 
 
 def _build_attention(config: ModelConfig, index: int, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels) -> Attention:

@@ -27,6 +27,7 @@ def model_config_from_hf(config: dict[str, Any]) -> ModelConfig:
     Raises UnsupportedError for a family, activation or rope scaling that is not there (naming it and what is), InputError for a
     config that lacks or garbles what every model needs (naming every such key).
     """
+    config = _without_idle_window(config)
     check_kinds(config)
     family = FAMILIES[family_of(config)]
     defaults = family.defaults
@@ -64,9 +65,17 @@ def model_config_from_hf(config: dict[str, Any]) -> ModelConfig:
         raise InputError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {result.num_kv_heads}")
     if result.head_dim % 2:
         raise InputError(f"config.json: head_dim is {result.head_dim}, rotary embeddings need an even number")
+    if result.experts_per_token > result.num_experts:
+        raise InputError(f"config.json: num_experts_per_tok is {result.experts_per_token}, the model has {result.num_experts} experts")
     for rope in result.ropes():
         check_rope(rope, result.head_dim)
     return result
+
+
+def _without_idle_window(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes sliding_window 0 for a Qwen2-MoE whose window is switched off; elsewhere 0 is a fault."""
+    idle = config.get("use_sliding_window") is False and config.get("sliding_window") == 0
+    return {**config, "sliding_window": None} if idle else config
 
 
 def family_of(config: dict[str, Any]) -> str:

@@ -20,8 +20,13 @@ _KINDS: dict[str, tuple[str, ...]] = {
         "_sliding_window_pattern",
         "no_rope_layer_interval",
         "query_pre_attn_scalar",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "decoder_sparse_step",
     ),
-    "an integer from 0": ("max_window_layers",),
+    "an integer from 0": ("max_window_layers", "shared_expert_intermediate_size"),
     "a positive number": (
         "rms_norm_eps",
         "rope_theta",
@@ -44,6 +49,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
     ),
     "a list": ("architectures", "layer_types"),
     "a list of 0 and 1": ("no_rope_layers",),
+    "a list of layer numbers": ("mlp_only_layers",),
     "a list of positive numbers": ("short_factor", "long_factor"),
     "a text": ("model_type", "hidden_act", "hidden_activation", "rope_type", "type"),
     "true or false": (
@@ -52,6 +58,8 @@ _KINDS: dict[str, tuple[str, ...]] = {
         "tie_word_embeddings",
         "attention_bias",
         "mlp_bias",
+        "qkv_bias",
+        "norm_topk_prob",
         "truncate",
     ),
 }
@@ -74,6 +82,8 @@ def _is_kind(value: Any, kind: str) -> bool:
         return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
     if kind == "a list of 0 and 1":
         return isinstance(value, list) and all(isinstance(entry, int) and entry in (0, 1) for entry in value)
+    if kind == "a list of layer numbers":
+        return isinstance(value, list) and all(isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0 for entry in value)
     if kind == "a list of positive numbers":
         return isinstance(value, list) and all(_is_kind(entry, "a positive number") for entry in value)
     if kind == "a text":

@@ -59,6 +59,10 @@ class ModelConfig:
     attention_scale: factor on the scores, None for head_dim ** -0.5. *_softcap c: values become c * tanh(value / c).
     embedding_multiplier: factor on the embedding rows; round_embedding_multiplier: rounded to the weights' dtype before.
     local_rope: rope of the sliding layers where it is another one. rope_layers: which layers rotate at all, empty for all.
+
+    num_experts: of a mixture-of-experts layer, 0 for a model without; each token takes experts_per_token of them, all of one width,
+    moe_intermediate_size. norm_topk_prob: the shares of those taken add up to 1. shared_expert_intermediate_size: width of the expert that
+    every token takes besides, 0 for none. sparse_layers: which layers have experts (the others are plain), empty for all.
     """
 
     family: str
@@ -97,6 +101,16 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     local_rope: RopeConfig | None = None
     rope_layers: tuple[bool, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    sparse_layers: tuple[bool, ...] = ()
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether one layer's feed-forward block is a mixture of experts."""
+        return self.num_experts > 0 and (not self.sparse_layers or self.sparse_layers[layer])
 
     def window_of_layer(self, layer: int) -> int | None:
         """Sliding window of one layer in tokens, or None for full attention."""
@@ -143,6 +157,6 @@ class ModelConfig:
         values["rope"] = RopeConfig.from_json(values.get("rope", {}))
         if values.get("local_rope") is not None:
             values["local_rope"] = RopeConfig.from_json(values["local_rope"])
-        for name in ("sliding_layers", "rope_layers", "eos_token_ids"):
+        for name in ("sliding_layers", "rope_layers", "sparse_layers", "eos_token_ids"):
             values[name] = tuple(values.get(name, ()))
         return cls(**values)

@@ -60,6 +60,7 @@ def _longrope(num_pairs: int) -> dict[str, Any]:
 
 
 _GEMMA: dict[str, Any] = {"sliding_window": 24, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 # name -> (transformers class stem, what differs from _BASE)
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -116,6 +117,19 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             }
         },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_hidden_layers": 3, "sliding_window": 24}),
+    "qwen2_moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 96}),
+    "qwen2_moe-mixed": (
+        "Qwen2Moe",
+        {**_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False}
+        | {"shared_expert_intermediate_size": 32, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 3},
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
+    "qwen3_moe-mixed": (
+        "Qwen3Moe",
+        {**_EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 24}
+        | {"tie_word_embeddings": True, "attention_bias": True},
     ),
 }
 FAMILIES: list[str] = list(_VARIANTS)
