@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import safe_open
 
 from dspark.kernels.ops import KernelFacts, Kernels
@@ -16,7 +17,10 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class EngineWeights:
-    """The WeightSource of an engine directory: shards are memory-mapped and read tensor by tensor."""
+    """The WeightSource of an engine directory: shards are memory-mapped and read tensor by tensor, each held against its hash.
+
+    Every byte is read here anyway, and a damaged weight would make wrong text with exit code 0.
+    """
 
     def __init__(self, directory: Path, manifest: EngineManifest, dtype: torch.dtype, device: str) -> None:
         self._directory = directory
@@ -41,6 +45,11 @@ class EngineWeights:
         if tuple(tensor.shape) != record.shape:
             raise InputError(
                 f"tensor '{name}' has shape {list(tensor.shape)}, the manifest says {list(record.shape)}", "convert the checkpoint again"
+            )
+        if xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy()) != record.xxh3:
+            raise InputError(
+                f"tensor '{name}' in '{record.shard}' is not what was written: its hash differs from the manifest's",
+                "convert the checkpoint again",
             )
         if tensor.is_floating_point() and not name.endswith((".qweight", ".scales")):
             tensor = tensor.to(self._dtype)
@@ -85,6 +94,10 @@ def load_model(
     exact_activations: bool = False,
 ) -> Decoder:
     """Load an engine. dtype: of weights and activations, default the manifest's. Raises InputError when the directory is unusable."""
+    if kernels == "triton" and device != "cuda" and not interpreted:
+        raise UsageError(
+            f"--kernels is triton, which needs a GPU, and the device is {device}", "type --kernels auto or --kernels reference"
+        )
     directory = Path(engine_dir)
     manifest = load_manifest(directory)
     config = manifest.model

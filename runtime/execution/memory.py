@@ -30,12 +30,12 @@ def available_bytes() -> int:
 def kv_pool_bytes(config: EngineConfig, device: str, block_bytes: int, max_model_len: int) -> int:
     """Bytes of the KV pool: what the user said; else on a GPU the share of its memory that is still free of weights, on a CPU enough for
     max_num_seqs ordinary sequences (at least one of the full length), and never more than half of the free memory. Raises UsageError
-    when more is wanted than there is at all."""
+    when more is wanted than is free: the pool fills up in the course of the night."""
     if config.kv_cache_memory_bytes is not None:
-        total = torch.cuda.mem_get_info()[1] if device == "cuda" else psutil.virtual_memory().total
-        if config.kv_cache_memory_bytes > total:
+        free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
+        if config.kv_cache_memory_bytes > free:
             raise UsageError(
-                f"--kv-cache-memory-bytes is {config.kv_cache_memory_bytes}, this machine has {total} bytes of memory in all",
+                f"--kv-cache-memory-bytes is {config.kv_cache_memory_bytes}, this machine has {free} bytes of memory free",
                 "type less, or leave the flag out",
             )
         return config.kv_cache_memory_bytes

@@ -39,7 +39,7 @@ class EngineConfig:
             check_setting(f.name, getattr(self, f.name), f.metadata)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise UsageError(
-                f"max-num-batched-tokens {self.max_num_batched_tokens} is below max-num-seqs {self.max_num_seqs}",
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}",
                 f"type --max-num-batched-tokens {self.max_num_seqs} or more",
             )
 
