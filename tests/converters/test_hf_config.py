@@ -127,9 +127,9 @@ def test_dynamic_scaling_opens_the_context_it_is_for() -> None:
     ("changes", "error", "words"),
     [
         (
-            {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+            {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
             UnsupportedError,
-            "'mixtral' is not supported, supported: llama",
+            "'deepseek_v3' is not supported, supported: llama",
         ),
         ({"model_type": None, "architectures": []}, UnsupportedError, "architecture unknown"),
         ({"hidden_act": "gelu"}, UnsupportedError, "'gelu' is not supported, supported: silu, swish, gelu_pytorch_tanh"),
