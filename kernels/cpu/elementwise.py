@@ -162,7 +162,7 @@ def _rope_store_serial(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `kernels.reference.elementwise`."""
     flat = x.reshape(-1, x.shape[-1])
-    out = empty_rows(*flat.shape, x.dtype)
+    out = empty_rows(flat.shape[0], flat.shape[1], x.dtype)
     run = _rms_norm_serial if flat.numel() <= SERIAL_ELEMENTS else _rms_norm_parallel
     run(as_array(flat), as_array(weight), np.float32(eps), as_array(out))
     return out.view(x.shape)
@@ -170,7 +170,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.reference.elementwise`; the residual is updated in place."""
-    out = empty_rows(*x.shape, x.dtype)
+    out = empty_rows(x.shape[0], x.shape[1], x.dtype)
     run = _add_rms_norm_serial if x.numel() <= SERIAL_ELEMENTS else _add_rms_norm_parallel
     run(as_array(x), as_array(residual), as_array(weight), np.float32(eps), as_array(out))
     return out, residual
