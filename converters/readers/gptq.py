@@ -180,12 +180,14 @@ class GptqReader(QuantizedReader):
             stored = unpack_planes(packed.t().contiguous(), bits).t()[:, :outputs]
         else:
             stored = unpack_columns(packed, bits, outputs)
-        first = int(stored[0, 0])
-        if first in (middle - 1, middle) and bool((stored == first).all()):  # symmetric: the value says which encoding it is
-            if (first == middle - 1) != (label == V1):
+        first, symmetric = int(stored[0, 0]), self.settings(module).get("sym")
+        lies = (first == middle - 1) != (label == V1)
+        constant = first in (middle - 1, middle) and bool((stored == first).all())
+        if constant and not (lies and symmetric is False):  # symmetric: the value says which encoding it is
+            if lies:
                 self._relabelled.append(module)
             return None
-        if self.quantization.get("sym") is True and self.settings(module).get("sym", True):
+        if symmetric is True:
             what = f"{module}.qzeros of '{self.path}' holds other values than {middle - 1} and {middle}, but the config says sym"
             raise InputError(what, "set sym to false in its quantization config if that is what it is")
         if label != V1:

@@ -314,3 +314,50 @@ def test_kernel_layouts_are_refused_by_name(tmp_path: Path, quantization: dict[s
     with pytest.raises(UnsupportedError, match=words):
         run(save_quantized(tmp_path / "ckpt", config, stored, quantization), tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
+
+
+def test_a_quantized_head_of_a_model_that_says_tied_is_used(tmp_path: Path) -> None:
+    """The head was untied to be quantized, the flag was forgotten: a loader that follows it has a head of its own making."""
+    config, state = base_model(33)
+
+    def recipe(module: str, weight: torch.Tensor) -> Integers | None:
+        return integers(weight) if module == "lm_head" else None
+
+    stored, dense = quantized_state(state, recipe, lambda module, q: gptq_parts(q))
+    described = gptq_config(4, 32, True, "gptq", lm_head=True)
+    source = save_quantized(tmp_path / "ckpt", {**config, "tie_word_embeddings": True}, stored, described)
+    result = check(source, tmp_path / "engine", config, dense)
+    assert result.manifest.model.tie_word_embeddings is False
+    assert list(result.manifest.quant.modules) == ["lm_head"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_runs_of_every_storage(tmp_path: Path, dtype: str) -> None:
+    """Integers with order, FP8 blocks and W8A8 in one model: nothing depends on float32."""
+    config, state = base_model(34)
+    stored, _ = quantized_state(
+        state,
+        linears_only(lambda module, weight: integers(weight, 4, 32, False, order_seed=2)),
+        lambda module, q: compressed_parts(q, True, with_g_idx=True),
+    )
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.up_proj"
+        stored = {key: part for key, part in stored.items() if not key.startswith(name)}
+        codes, scales, _ = fp8_weight(state[f"{name}.weight"], (128, 128))
+        stored |= {f"{name}.weight": codes, f"{name}.weight_scale": scales}
+        name = f"model.layers.{layer}.mlp.down_proj"
+        stored = {key: part for key, part in stored.items() if not key.startswith(name)}
+        stored |= {f"{name}.{leaf}": part for leaf, part in int8_parts(integers(state[f"{name}.weight"], 8, -1)).items()}
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": group_args(4, group_size=32, symmetric=False)},
+        "group_1": {"targets": ["re:.*up_proj"], "weights": group_args(8, "float", "block", block_structure=[128, 128])},
+        "group_2": {"targets": ["re:.*down_proj"], "weights": group_args(8, strategy="channel"), "input_activations": TOKENS},
+    }
+    described = compressed_config("mixed-precision", {}) | {"config_groups": groups}
+    result = run(save_quantized(tmp_path / "ckpt", config, stored, described), tmp_path / "engine")
+    storages = {scheme.storage for scheme in result.manifest.quant.modules.values()}
+    assert storages == {"wna16", "fp8", "int8"}
+    want = engine_logits(tmp_path / "engine")
+    got = logits_for(load_model(tmp_path / "engine", dtype=dtype), PROMPT).float()
+    assert relative_error(got, want) < 0.1
+    assert (got - want).norm() / want.norm() < 0.05

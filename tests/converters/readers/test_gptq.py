@@ -70,6 +70,15 @@ def test_a_label_that_lies_is_found_out(tmp_path: Path, stored: str, label: str 
     assert any("the content is followed" in note for note in found.notes) == (stored != (label or "gptq"))
 
 
+def test_the_label_counts_where_the_config_says_asymmetric(tmp_path: Path) -> None:
+    """Zero points that all happen to be 7 are 7 in a v2 file."""
+    q = quantized(symmetric=False)
+    q.zeros[:] = 7
+    found = reader(tmp_path, gptq_parts(q, "gptq_v2"), checkpoint_format="gptq_v2")
+    check(found, q)
+    assert not found.quantized()[MODULE].symmetric and found.notes == []
+
+
 def test_symmetric_zero_points_that_differ_are_refused(tmp_path: Path) -> None:
     found = reader(tmp_path, gptq_parts(quantized(symmetric=False)), sym=True)
     with pytest.raises(InputError, match=f"{MODULE}.qzeros.* holds other values than 7 and 8, but the config says sym"):
