@@ -1,0 +1,1 @@
+"""From an engine back to checkpoints that other programs load: one file per format."""
