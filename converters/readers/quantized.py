@@ -159,8 +159,11 @@ class QuantizedReader(SafetensorsReader):
 
     @cached_property
     def _expected(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the model's tensors, by our names and by those of the family's checkpoints."""
         config = model_config_from_hf(self.config())
-        return FAMILIES[config.family].tensors(config)
+        family = FAMILIES[config.family]
+        shapes = family.tensors(config)
+        return {**shapes, **{family.saved_as(name): shape for name, shape in shapes.items()}}
 
     def _idle_biases(self) -> set[str]:
         """Biases of zeros where the model has none: old packers wrote one for every module."""
