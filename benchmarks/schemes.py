@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
@@ -20,13 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+from dspark.runtime.spec.openmp import bound_spinning
 
-from dspark.runtime.engine import Engine
-from dspark.runtime.jobs.tokenizer import load_codec
-from dspark.runtime.spec.engine_config import EngineConfig
-from dspark.runtime.spec.request import Request
-from dspark.runtime.spec.sampling_params import SamplingParams
+bound_spinning()  # before torch is imported
+
+from dspark.runtime.engine import Engine  # noqa: E402
+from dspark.runtime.jobs.tokenizer import load_codec  # noqa: E402
+from dspark.runtime.spec.engine_config import EngineConfig  # noqa: E402
+from dspark.runtime.spec.request import Request  # noqa: E402
+from dspark.runtime.spec.sampling_params import SamplingParams  # noqa: E402
 
 PROMPT_TOKENS = 8
 

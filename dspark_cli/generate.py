@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -14,6 +13,7 @@ import typer
 
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.errors import UsageError
+from dspark.runtime.spec.openmp import bound_spinning
 from dspark.runtime.spec.sampling_params import SamplingParams
 from dspark_cli.console import Console, Progress
 from dspark_cli.options import add_command, argument, flag
@@ -209,8 +209,7 @@ def write_metrics(path: Path, metrics: dict[str, Any]) -> None:
 
 def load_engine(engine_dir: Path, config: EngineConfig) -> Any:
     """The real engine and the maker of its request builder; imports torch."""
-    # OpenMP threads that spin at barriers collapse when another job shares the cores: let them sleep. Read when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    bound_spinning()
     from dspark.runtime.engine import Engine
     from dspark.runtime.jobs.prompts import PromptBuilder
     from dspark.runtime.jobs.tokenizer import load_codec

@@ -4,14 +4,15 @@
 `dspark generate`.
 """
 
-import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported; threads that spin slow down shared cores
+from dspark.runtime.spec.openmp import bound_spinning
 
-from dspark import Engine, EngineConfig, Request, SamplingParams
-from dspark.runtime.jobs.tokenizer import load_codec
+bound_spinning()  # before torch is imported
+
+from dspark import Engine, EngineConfig, Request, SamplingParams  # noqa: E402
+from dspark.runtime.jobs.tokenizer import load_codec  # noqa: E402
 
 QUESTIONS = ["Name a river in Africa.", "What is two plus three?", "Finish the sentence: the early bird"]
 

@@ -39,11 +39,13 @@ def _norm_row(source, weight, eps, target):
         store(target, i, widen(source[i]) * scale * widen(weight[i]))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _add_row(source, kept):
-    """kept += source, rounded."""
-    for i in range(kept.shape[0]):
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc"})
+def _add_norm_row(source, kept, weight, eps, target):
+    """kept += source, rounded; target = kept / rms(kept) * weight."""
+    width = target.shape[0]
+    for i in range(width):
         store(kept, i, widen(kept[i]) + widen(source[i]))
+    _norm_row(kept, weight, eps, target)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
@@ -108,15 +110,13 @@ def _rms_norm_serial(x, weight, eps, out):
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def _add_rms_norm_parallel(x, residual, weight, eps, out):
     for row in prange(x.shape[0]):
-        _add_row(x[row], residual[row])
-        _norm_row(residual[row], weight, eps, out[row])
+        _add_norm_row(x[row], residual[row], weight, eps, out[row])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _add_rms_norm_serial(x, residual, weight, eps, out):
     for row in range(x.shape[0]):
-        _add_row(x[row], residual[row])
-        _norm_row(residual[row], weight, eps, out[row])
+        _add_norm_row(x[row], residual[row], weight, eps, out[row])
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
