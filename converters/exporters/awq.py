@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dspark.converters.exporters.base import Exporter
-from dspark.converters.exporters.gptq import group_size
+from dspark.converters.exporters.gptq import group_sizes
 from dspark.converters.exporters.source import Linear
 
 if TYPE_CHECKING:
@@ -43,21 +43,8 @@ class AwqExporter(Exporter):
             elif name == "lm_head":
                 bad[name] = "this format has no quantized head"
         self.refuse(bad, hint)
-        sizes: dict[int, list[str]] = {}
-        for name, scheme in self.schemes.items():
-            sizes.setdefault(group_size(scheme.group_size, self.source.linears[name].inputs), []).append(name)
-        usual = max(sizes, key=lambda size: len(sizes[size]))
-        narrow = [name for name in sizes.get(-1, []) if usual != -1 and self.source.linears[name].inputs == usual]
-        sizes = {size: [name for name in names if name not in narrow] for size, names in sizes.items()}
-        self.refuse(
-            {
-                name: f"group size {size}, that of the other layers is {usual}"
-                for size, names in sizes.items()
-                if size != usual
-                for name in names
-            },
-            hint,
-        )
+        sizes, usual = group_sizes(self)
+        self.refuse({name: f"group size {size}, that of most is {usual}" for name, size in sizes.items() if size != usual}, hint)
         self.group_size = usual
         self.dense = self.dense_linears()
         self.refuse(

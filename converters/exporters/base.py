@@ -209,7 +209,7 @@ def names_of(exporter: Exporter) -> list[str]:
     names: list[str] = []
     for entry in exporter.source.entries:
         if isinstance(entry, str):
-            names.append(entry)
+            names.append(exporter.source.saved_as(entry))
         elif entry.name in exporter.schemes:
             names += [f"{entry.name}.{leaf}" for leaf in exporter.leaves(entry)]
         else:
@@ -219,7 +219,7 @@ def names_of(exporter: Exporter) -> list[str]:
 
 def _tensors(exporter: Exporter, entry: str | Linear) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(entry, str):
-        yield entry, exporter.source.read(entry)
+        yield exporter.source.saved_as(entry), exporter.source.read(entry)
     elif entry.name in exporter.schemes:
         parts = exporter.tensors(entry)
         if set(parts) != set(exporter.leaves(entry)):

@@ -99,10 +99,13 @@ class CompressedTensorsExporter(Exporter):
         return parts
 
     def _scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """Scales in the model's dtype, which this format expects, where that changes none of them; else as the engine has them."""
+        """Scales in the model's 16-bit dtype, as other programs write them, where that changes none; else as the engine has them."""
         import torch
 
-        cast = scales.to(getattr(torch, self.source.model.dtype))
+        dtype = getattr(torch, self.source.model.dtype)
+        if dtype == torch.float32:
+            return scales.contiguous()
+        cast = scales.to(dtype)
         return (cast if torch.equal(cast.double(), scales.double()) else scales).contiguous()
 
     def _groups(self) -> dict[str, dict[str, Any]]:

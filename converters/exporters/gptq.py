@@ -101,14 +101,8 @@ class GptqExporter(Exporter):
         }
 
     def _settings(self) -> dict[str, Settings]:
-        """Settings of each layer; one group of as many inputs as the usual size is of the usual size."""
-        inputs = {name: self.source.linears[name].inputs for name in self.schemes}
-        sizes = {name: group_size(scheme.group_size, inputs[name]) for name, scheme in self.schemes.items()}
-        usual = Counter(sizes.values()).most_common(1)[0][0]
-        return {
-            name: (scheme.weight_bits, usual if sizes[name] == -1 and inputs[name] == usual else sizes[name], scheme.symmetric)
-            for name, scheme in self.schemes.items()
-        }
+        sizes, _ = group_sizes(self)
+        return {name: (scheme.weight_bits, sizes[name], scheme.symmetric) for name, scheme in self.schemes.items()}
 
     def _rules(self) -> dict[str, dict[str, Any]]:
         """Pattern -> what differs from the common settings; "-:" for linears that stay dense. The head has a key of its own."""
@@ -123,6 +117,18 @@ class GptqExporter(Exporter):
 def group_size(stored: int, inputs: int) -> int:
     """The format's word for an engine's group size: -1 for one group of all inputs."""
     return -1 if stored in (-1, inputs) else stored
+
+
+def group_sizes(exporter: Exporter) -> tuple[dict[str, int], int]:
+    """Group size of every layer, and the one that most have. One group of all inputs passes for a group of that many where others are."""
+    inputs = {name: exporter.source.linears[name].inputs for name in exporter.schemes}
+    sizes = {name: group_size(scheme.group_size, inputs[name]) for name, scheme in exporter.schemes.items()}
+
+    def fits(name: str, size: int) -> bool:
+        return sizes[name] == size or (sizes[name] == -1 and inputs[name] == size)
+
+    usual = max(dict.fromkeys(sizes.values()), key=lambda size: sum(fits(name, size) for name in sizes))
+    return {name: usual if fits(name, usual) else size for name, size in sizes.items()}, usual
 
 
 def exact_pattern(module: str) -> str:

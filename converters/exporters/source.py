@@ -12,6 +12,7 @@ from dspark.converters.readers.base import summarize
 from dspark.converters.readers.safetensors import open_safetensors, read_json_object
 from dspark.converters.tokenizer_files import TokenizerBundle, read_bundle
 from dspark.converters.writer import hash_file
+from dspark.runtime.models import FAMILIES
 from dspark.runtime.models.hf_config import hf_config_from_model
 from dspark.runtime.spec.errors import InputError, UnsupportedError
 from dspark.runtime.spec.manifest import MANIFEST_NAME, load_manifest
@@ -65,6 +66,10 @@ class EngineSource:
         self._check_complete()
 
     # ---- what there is
+
+    def saved_as(self, name: str) -> str:
+        """The name that this family's checkpoints have for a tensor of ours."""
+        return FAMILIES[self.model.family].saved_as(name)
 
     def scheme(self, linear: Linear) -> QuantScheme | None:
         """The scheme of a linear as a whole. Raises UnsupportedError when its parts cannot be stacked as they are."""
@@ -148,7 +153,7 @@ class EngineSource:
     # ---- the plan
 
     def _entries(self) -> list[str | Linear]:
-        """Every tensor of the checkpoint, in order of use: a name, or a linear."""
+        """Every tensor of the checkpoint, in order of use: our name, or a linear."""
         shapes = expected_tensors(self.model)
         whole = {part: fused for fused, parts in fused_names(self.model).items() for part in parts}
         stacked = fused_names(self.model)
@@ -159,7 +164,7 @@ class EngineSource:
             if module == name or len(shape) != 2 or name == EMBEDDING:
                 entries.append(name)
                 continue
-            layer = whole.get(module, module)
+            layer = whole.get(module) or self.saved_as(name).removesuffix(".weight")
             if layer in done:
                 continue
             done.add(layer)
