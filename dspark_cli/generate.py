@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -215,7 +216,11 @@ def load_engine(engine_dir: Path, config: EngineConfig) -> Any:
     from dspark.runtime.jobs.tokenizer import load_codec
 
     codec = load_codec(engine_dir)
+    warming = threading.Thread(target=codec.warm_up, daemon=True)
+    warming.start()
     engine = Engine.from_directory(engine_dir, config, codec)
+    engine.warm_up()
+    warming.join()
     return engine, lambda defaults: PromptBuilder(codec, defaults, engine.max_model_len, engine.vocab_size, config.seed)
 
 

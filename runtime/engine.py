@@ -20,6 +20,7 @@ from dspark.runtime.spec.errors import RequestError, UsageError
 from dspark.runtime.spec.manifest import EngineManifest, load_manifest
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.request import Completion, Request, RequestOutput
+from dspark.runtime.spec.sampling_params import SamplingParams
 
 
 @dataclass
@@ -89,6 +90,16 @@ class Engine:
     def num_unfinished(self) -> int:
         """Requests added and not yet returned."""
         return len(self._groups)
+
+    def warm_up(self) -> None:
+        """Answer one token, and forget it: compiled kernels are loaded and memory is laid out before the first request is timed."""
+        if self.max_model_len < 3:
+            return
+        self.add(Request(-1, [0], SamplingParams(max_tokens=2, ignore_eos=True)))
+        for _ in self.drain():
+            pass
+        self.executor.reset_counters()
+        self._counters = _Counters()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError when it can never be served."""

@@ -29,5 +29,8 @@ class Executor(Protocol):
     def metrics(self) -> dict[str, Any]:
         """Counters and choices, JSON-ready."""
 
+    def reset_counters(self) -> None:
+        """Start counting anew."""
+
     def shutdown(self) -> None:
         """Give memory and threads back."""

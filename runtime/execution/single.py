@@ -74,6 +74,9 @@ class SingleExecutor:
             "sampling_s": self._runner.sampling_s,
         }
 
+    def reset_counters(self) -> None:
+        self._runner.forward_s = self._runner.sampling_s = 0.0
+
     def shutdown(self) -> None:
         self._runner.caches.clear()
 

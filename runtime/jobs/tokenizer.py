@@ -6,6 +6,7 @@ until a chat template is to be rendered.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -74,6 +75,12 @@ class TextCodec:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the tokens, as transformers' decode with clean_up_tokenization_spaces=False. Incomplete characters become U+FFFD."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def warm_up(self) -> None:
+        """Import the renderer and compile the template: a second that the first conversation would wait for."""
+        if self.chat_template is not None:
+            with contextlib.suppress(RequestError):  # a template may refuse this one
+                self.render_chat([{"role": "user", "content": ""}])
 
     def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt text of a conversation: transformers' sandboxed renderer, special tokens in scope.

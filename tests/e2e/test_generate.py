@@ -351,7 +351,7 @@ def as_it_is(engine: Path) -> None:
         (as_it_is, ("--kv-cache-memory-bytes", "10"), "one has 16384 bytes"),
         (as_it_is, ("--kv-cache-memory-bytes", str(10**15)), "--kv-cache-memory-bytes is 1000000000000000, this machine has"),
         (as_it_is, ("--max-model-len", "999"), "the model's context is 256"),
-        (as_it_is, ("--max-num-batched-tokens", "16"), "below max-num-seqs 64"),
+        (as_it_is, ("--max-num-batched-tokens", "16"), "below --max-num-seqs 64"),
         (cut_weights, (), "is damaged"),
         (newer_schema, (), "has schema 2.0, this dspark reads 1.x"),
         (no_tokenizer, (), "has no tokenizer.json"),
