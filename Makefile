@@ -12,13 +12,15 @@ INSTALL := $(PY) -m pip install --constraint constraints.txt
 # Spinning OpenMP threads collapse where other work shares the cores; nothing here asks a model hub.
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test test-slow lint fmt docs bench gpu-check clean
+.PHONY: help demo test test-slow test-interop test-interop-autogptq lint fmt docs bench gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       set up, convert and quantize the sample model, answer samples/chat.jsonl'
 	@echo 'make test       set up, run the tests (minutes)'
 	@echo 'make test-slow  set up, run the slow tests'
+	@echo 'make test-interop           other programs load our exports (installs them into .venv-interop)'
+	@echo 'make test-interop-autogptq  the same with AutoGPTQ, which needs old versions of everything'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make fmt        format the sources'
 	@echo 'make docs       write docs/help.md anew from the program'
@@ -79,6 +81,36 @@ test-slow: $(VENV)/.dspark-tools
 	@echo "== pytest, the slow tests"
 	@$(TEST_ENV) $(VENV)/bin/pytest -q -m "slow and not gpu" $(PYTEST_ARGS)
 
+# Other people's programs, each in an environment of its own: none is needed by dspark, and some exclude each other.
+INTEROP_DIR ?= .venv-interop-work
+
+.venv-interop/.ready: tests/interop/living.txt constraints.txt | $(VENV)/.dspark-venv
+	@echo "== making .venv-interop: gptqmodel, optimum, compressed-tensors, transformers"
+	@$(PY) -m venv .venv-interop
+	@.venv-interop/bin/python -m pip install -q "$(TORCH)"
+	@.venv-interop/bin/python -m pip install -q -r tests/interop/living.txt
+	@touch $@
+
+.venv-interop-autogptq/.ready: tests/interop/autogptq.txt constraints.txt | $(VENV)/.dspark-venv
+	@echo "== making .venv-interop-autogptq: auto-gptq and the transformers of its time"
+	@$(PY) -m venv .venv-interop-autogptq
+	@.venv-interop-autogptq/bin/python -m pip install -q "$(TORCH)" "setuptools<80" wheel
+	@BUILD_CUDA_EXT=0 .venv-interop-autogptq/bin/python -m pip install -q --no-build-isolation -r tests/interop/autogptq.txt
+	@touch $@
+
+test-interop: $(VENV)/.dspark-tools .venv-interop/.ready
+	@rm -rf $(INTEROP_DIR)
+	@$(TEST_ENV) $(PY) -P tests/interop/make_exports.py $(INTEROP_DIR)
+	@echo "== transformers, compressed-tensors and gptqmodel load what dspark exported"
+	@$(TEST_ENV) .venv-interop/bin/python -P tests/interop/check_living.py $(INTEROP_DIR)
+
+test-interop-autogptq: $(VENV)/.dspark-tools .venv-interop-autogptq/.ready
+	@rm -rf $(INTEROP_DIR)
+	@$(TEST_ENV) $(PY) -P tests/interop/make_exports.py $(INTEROP_DIR)
+	@echo "== AutoGPTQ loads what dspark exported, and dspark what AutoGPTQ wrote of it"
+	@$(TEST_ENV) .venv-interop-autogptq/bin/python -P tests/interop/check_autogptq.py $(INTEROP_DIR)
+	@$(TEST_ENV) $(PY) -P tests/interop/read_back.py $(INTEROP_DIR)
+
 # mypy reads packages by their folders' names, and the folders are kernels/, not dspark/kernels/: links show it the installed shape.
 lint: $(VENV)/.dspark-tools
 	@$(VENV)/bin/ruff check .
@@ -109,5 +141,5 @@ gpu-check:
 	PYTHONSAFEPATH=1 $$found benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo *.egg-info
+	rm -rf $(VENV) .venv-interop .venv-interop-autogptq .venv-interop-work .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

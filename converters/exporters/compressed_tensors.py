@@ -1,8 +1,7 @@
 """compressed-tensors checkpoints, as vLLM, SGLang and transformers read them.
 
     pack-quantized   weight_packed int32 [N, ceil(K * bits / 32)], weight_scale [N, G], weight_shape int64 [2],
-                     asymmetric: weight_zero_point int32 [ceil(N * bits / 32), G], a bit stream along the outputs;
-                     act-order: weight_g_idx int32 [K]
+                     asymmetric: weight_zero_point int32 [ceil(N * bits / 32), G], a bit stream along the outputs
     int-quantized    weight int8 [N, K], weight_scale [N, 1]; activations in 8 bits, a scale for each token
     float-quantized  weight float8_e4m3fn [N, K], weight_scale [1], [N, 1], [N, G] or a grid of blocks
 
@@ -44,6 +43,8 @@ class CompressedTensorsExporter(Exporter):
                 bad[name] = f"stored as {scheme.describe()}, allowed: {', '.join(FORMAT_OF_STORAGE.values())}"
             elif scheme.storage == "wna16" and scheme.weight_bits not in PACKED_BITS:
                 bad[name] = f"{scheme.weight_bits} bits, allowed: {', '.join(map(str, PACKED_BITS))}"
+            elif scheme.act_order:
+                bad[name] = "its inputs are reordered (act-order), which compressed-tensors reads no more since 0.20"
             elif scheme.storage == "fp8" and not _block_is_expressible(scheme.block):
                 bad[name] = f"scales of {scheme.describe()}, allowed: per tensor, per channel, groups of inputs, blocks"
         self.refuse(bad, "type --format gptq or hf")
@@ -68,8 +69,7 @@ class CompressedTensorsExporter(Exporter):
         scheme = self.schemes[linear.name]
         if scheme.storage != "wna16":
             return ("weight", "weight_scale")
-        more = (*(() if scheme.symmetric else ("weight_zero_point",)), *(("weight_g_idx",) if scheme.act_order else ()))
-        return ("weight_packed", "weight_scale", "weight_shape", *more)
+        return ("weight_packed", "weight_scale", "weight_shape", *(() if scheme.symmetric else ("weight_zero_point",)))
 
     def tensors(self, linear: Linear) -> dict[str, torch.Tensor]:
         scheme = self.schemes[linear.name]
@@ -84,18 +84,16 @@ class CompressedTensorsExporter(Exporter):
     def _packed(self, weight: Any, scheme: QuantScheme) -> dict[str, torch.Tensor]:
         import torch
 
-        from dspark.converters.layouts import group_index, natural_qweight, zero_points
+        from dspark.converters.layouts import zero_points
         from dspark.kernels.packing import pack_codes
 
         parts = {
-            "weight_packed": natural_qweight(weight).t().contiguous(),
+            "weight_packed": weight.qweight.t().contiguous(),
             "weight_scale": self._scales(weight.scales.t()),
             "weight_shape": torch.tensor([weight.out_features, weight.in_features], dtype=torch.int64),
         }
         if not scheme.symmetric:
             parts["weight_zero_point"] = pack_codes(zero_points(weight).t(), weight.bits)
-        if scheme.act_order:
-            parts["weight_g_idx"] = group_index(weight)
         return parts
 
     def _scales(self, scales: torch.Tensor) -> torch.Tensor:
@@ -132,8 +130,7 @@ def weight_arguments(scheme: QuantScheme, inputs: int) -> dict[str, Any]:
     if scheme.storage == "fp8":
         return {**arguments, "num_bits": 8, "type": "float", "symmetric": True, **_float_strategy(scheme.block)}
     size = -1 if scheme.storage == "int8" else group_size(scheme.group_size, inputs)
-    arguments |= {"strategy": "channel"} if size == -1 else {"strategy": "group", "group_size": size}
-    return arguments | ({"actorder": "group"} if scheme.act_order else {})
+    return arguments | ({"strategy": "channel"} if size == -1 else {"strategy": "group", "group_size": size})
 
 
 def _float_strategy(block: tuple[int, int] | None) -> dict[str, Any]:
