@@ -23,9 +23,7 @@ def test_a_table_names_every_quantized_module() -> None:
     assert config.scheme_for("d") is None
     assert config.scheme == W4
     assert through_json(config) == config
-    assert (
-        config.describe() == "mixed: w4a16 group 32 act-order (2 layers), w8a16 per channel (1 layer), fp8 blocks of 128 x 128 (1 layer)"
-    )
+    assert config.describe() == "mixed: w4a16 group 32 act-order (2 layers), w8a16 per channel (1 layer), fp8 blocks of 128 x 128 (1 layer)"
 
 
 def test_a_manifest_without_table_is_a_rule() -> None:
