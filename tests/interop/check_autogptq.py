@@ -13,7 +13,7 @@ import torch
 from auto_gptq import AutoGPTQForCausalLM
 from safetensors.torch import load_file
 
-LIMIT = 1e-2  # its kernels compute in 16 bits
+LIMIT = 1e-4
 
 
 def main(directory: Path) -> int:
