@@ -19,7 +19,7 @@ help:
 	@echo 'make demo       set up, convert and quantize the sample model, answer samples/chat.jsonl'
 	@echo 'make test       set up, run the tests (minutes)'
 	@echo 'make test-slow  set up, run the slow tests'
-	@echo 'make test-interop           other programs load our exports (installs them into .venv-interop)'
+	@echo 'make test-interop           other programs load our exports and we what they quantize (into .venv-interop)'
 	@echo 'make test-interop-autogptq  the same with AutoGPTQ, which needs old versions of everything'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make fmt        format the sources'
@@ -103,6 +103,9 @@ test-interop: $(VENV)/.dspark-tools .venv-interop/.ready
 	@$(TEST_ENV) $(PY) -P tests/interop/make_exports.py $(INTEROP_DIR)
 	@echo "== transformers, compressed-tensors and gptqmodel load what dspark exported"
 	@$(TEST_ENV) .venv-interop/bin/python -P tests/interop/check_living.py $(INTEROP_DIR)
+	@echo "== dspark converts what gptqmodel and compressed-tensors quantize"
+	@$(TEST_ENV) .venv-interop/bin/python -P tests/interop/write_living.py $(INTEROP_DIR)
+	@$(TEST_ENV) $(PY) -P tests/interop/read_living.py $(INTEROP_DIR)
 
 test-interop-autogptq: $(VENV)/.dspark-tools .venv-interop-autogptq/.ready
 	@rm -rf $(INTEROP_DIR)
