@@ -108,7 +108,9 @@ def describe(out: Path) -> int:
 
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
-    foreign = directory / "foreign"
+    foreign = directory.resolve() / "foreign"
+    foreign.mkdir(parents=True, exist_ok=True)
+    os.chdir(foreign)  # gptqmodel writes logs/ where it is called
     dense = make_tiny_checkpoint(foreign / "sources" / "llama", "llama-wide", seed=3, dtype="float16")
     for name, settings in GPTQ.items():
         by_gptqmodel(dense, foreign / name, settings)
