@@ -12,7 +12,7 @@ INSTALL := $(PY) -m pip install --constraint constraints.txt
 # Spinning OpenMP threads collapse where other work shares the cores; nothing here asks a model hub.
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test test-slow test-interop test-interop-autogptq lint fmt docs bench gpu-check clean
+.PHONY: help demo test test-slow test-interop test-interop-autogptq test-interop-autoawq lint fmt docs bench gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo 'make test-slow  set up, run the slow tests'
 	@echo 'make test-interop           other programs load our exports and we what they quantize (into .venv-interop)'
 	@echo 'make test-interop-autogptq  the same with AutoGPTQ, which needs old versions of everything'
+	@echo 'make test-interop-autoawq   dspark converts what AutoAWQ, which is deprecated, quantizes'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make fmt        format the sources'
 	@echo 'make docs       write docs/help.md anew from the program'
@@ -98,6 +99,13 @@ INTEROP_DIR ?= .venv-interop-work
 	@BUILD_CUDA_EXT=0 .venv-interop-autogptq/bin/python -m pip install -q --no-build-isolation -r tests/interop/autogptq.txt
 	@touch $@
 
+.venv-interop-autoawq/.ready: tests/interop/autoawq.txt constraints.txt | $(VENV)/.dspark-venv
+	@echo "== making .venv-interop-autoawq: autoawq, which is built from source"
+	@$(PY) -m venv .venv-interop-autoawq
+	@.venv-interop-autoawq/bin/python -m pip install -q "$(TORCH)" "setuptools<80" wheel
+	@.venv-interop-autoawq/bin/python -m pip install -q --no-build-isolation -r tests/interop/autoawq.txt
+	@touch $@
+
 test-interop: $(VENV)/.dspark-tools .venv-interop/.ready
 	@rm -rf $(INTEROP_DIR)
 	@$(TEST_ENV) $(PY) -P tests/interop/make_exports.py $(INTEROP_DIR)
@@ -105,7 +113,7 @@ test-interop: $(VENV)/.dspark-tools .venv-interop/.ready
 	@$(TEST_ENV) .venv-interop/bin/python -P tests/interop/check_living.py $(INTEROP_DIR)
 	@echo "== dspark converts what gptqmodel and compressed-tensors quantize"
 	@$(TEST_ENV) .venv-interop/bin/python -P tests/interop/write_living.py $(INTEROP_DIR)
-	@$(TEST_ENV) $(PY) -P tests/interop/read_living.py $(INTEROP_DIR)
+	@$(TEST_ENV) $(PY) -P tests/interop/read_foreign.py $(INTEROP_DIR)
 
 test-interop-autogptq: $(VENV)/.dspark-tools .venv-interop-autogptq/.ready
 	@rm -rf $(INTEROP_DIR)
@@ -113,6 +121,12 @@ test-interop-autogptq: $(VENV)/.dspark-tools .venv-interop-autogptq/.ready
 	@echo "== AutoGPTQ loads what dspark exported, and dspark what AutoGPTQ wrote of it"
 	@$(TEST_ENV) .venv-interop-autogptq/bin/python -P tests/interop/check_autogptq.py $(INTEROP_DIR)
 	@$(TEST_ENV) $(PY) -P tests/interop/read_back.py $(INTEROP_DIR)
+
+test-interop-autoawq: $(VENV)/.dspark-tools .venv-interop-autoawq/.ready
+	@rm -rf $(INTEROP_DIR)
+	@echo "== dspark converts what AutoAWQ quantizes"
+	@$(TEST_ENV) .venv-interop-autoawq/bin/python -P tests/interop/write_autoawq.py $(INTEROP_DIR)
+	@$(TEST_ENV) $(PY) -P tests/interop/read_foreign.py $(INTEROP_DIR)
 
 # mypy reads packages by their folders' names, and the folders are kernels/, not dspark/kernels/: links show it the installed shape.
 lint: $(VENV)/.dspark-tools
@@ -144,5 +158,5 @@ gpu-check:
 	PYTHONSAFEPATH=1 $$found benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) .venv-interop .venv-interop-autogptq .venv-interop-work .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo *.egg-info
+	rm -rf $(VENV) .venv-interop .venv-interop-autogptq .venv-interop-autoawq .venv-interop-work .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,9 @@
-"""What gptqmodel and compressed-tensors wrote (write_living.py), converted by dspark: their weights bit for bit, and their logits.
+"""What write_living.py or write_autoawq.py had other programs quantize, converted by dspark: their weights bit for bit, and their logits.
 
-python tests/interop/read_living.py DIR
+python tests/interop/read_foreign.py DIR
 
-Weights are compared as float16, in which gptqmodel's kernels compute. Run with dspark's own Python. Exits 1 when anything differs.
+Weights are compared as float16, in which the programs of GPTQ and AWQ unpack them.
+Run with dspark's own Python. Exits 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ def main(directory: Path) -> int:
     foreign = directory / "foreign"
     failed, names = 0, sorted(path.name.removesuffix(".reference.safetensors") for path in foreign.glob("*.reference.safetensors"))
     for name in names:
-        first = SIXTEEN_BITS if name.startswith("gptq") else EXACT
+        first = EXACT if name.startswith("ct-") else SIXTEEN_BITS
         limit = ROUNDED_ACTIVATIONS if name == "ct-w8a8" else first
         equal, error, of_first = check(foreign, name)
         bad = equal != LAYERS or not error <= limit or not of_first <= first
         failed += bad
         figures = f"weights {equal}/{LAYERS} equal, logits {error:.1e} (limit {limit:g}), first tokens {of_first:.1e} ({first:g})"
-        print(f"{'FAILED' if bad else 'ok':6} {name:16} {figures}")
+        print(f"{'FAILED' if bad else 'ok':6} {name:18} {figures}")
     print(f"{len(names) - failed} passed, {failed} failed")
     return 1 if failed or not names else 0
 
