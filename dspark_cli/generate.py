@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -216,11 +216,11 @@ def load_engine(engine_dir: Path, config: EngineConfig) -> Any:
     from dspark.runtime.jobs.tokenizer import load_codec
 
     codec = load_codec(engine_dir)
-    warming = threading.Thread(target=codec.warm_up, daemon=True)
-    warming.start()
-    engine = Engine.from_directory(engine_dir, config, codec)
-    engine.warm_up()
-    warming.join()
+    with ThreadPoolExecutor(1) as pool:  # the templates' second passes while the weights are read
+        warming = pool.submit(codec.warm_up)
+        engine = Engine.from_directory(engine_dir, config, codec)
+        engine.warm_up()
+        warming.result()  # raises here what was raised there
     return engine, lambda defaults: PromptBuilder(codec, defaults, engine.max_model_len, engine.vocab_size, config.seed)
 
 
