@@ -16,6 +16,7 @@ DOORS = (
     "dspark.runtime.jobs.prompts",
     "dspark.runtime.jobs.lines",
     "dspark.runtime.jobs.tokenizer",
+    "dspark.runtime.execution.layer_walk",
     "dspark.runtime.execution.loader",
     "dspark.runtime.execution.logits",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -12,6 +13,7 @@ from dspark.kernels.ops import KernelFacts, Kernels
 from dspark.runtime.models.decoder import Decoder, build_decoder
 from dspark.runtime.spec.errors import InputError, UsageError
 from dspark.runtime.spec.manifest import EngineManifest, load_manifest
+from dspark.runtime.spec.model_config import ModelConfig
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -94,27 +96,43 @@ def load_model(
     exact_activations: bool = False,
 ) -> Decoder:
     """Load an engine. dtype: of weights and activations, default the manifest's. Raises InputError when the directory is unusable."""
-    if kernels == "triton" and device != "cuda" and not interpreted:
-        raise UsageError(
-            f"--kernels is triton, which needs a GPU, and the device is {device}", "type --kernels auto or --kernels reference"
-        )
     directory = Path(engine_dir)
     manifest = load_manifest(directory)
-    config = manifest.model
-    torch_dtype = TORCH_DTYPES[dtype or config.dtype]
-    facts = KernelFacts(
-        device=device,
-        dtype=torch_dtype,
-        head_dim=config.head_dim,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+    chosen = choose_kernels(
+        manifest.model,
+        dtype,
+        device,
+        kernels,
         block_size=block_size,
         deterministic=deterministic,
         weight_shadow=weight_shadow,
         interpreted=interpreted,
         exact_activations=exact_activations,
     )
-    weights = EngineWeights(directory, manifest, torch_dtype, device)
-    model = build_decoder(config, manifest.quant, weights, Kernels(facts, kernels))
+    weights = EngineWeights(directory, manifest, chosen.facts.dtype, device)
+    model = build_decoder(manifest.model, manifest.quant, weights, chosen)
     weights.check_all_taken()
     return model
+
+
+def choose_kernels(
+    config: ModelConfig, dtype: str | None = None, device: str = "cpu", kernels: str = "auto", block_size: int = 16, **facts: Any
+) -> Kernels:
+    """The kernels of a run of this model. dtype: default the model's own; facts: the flags of KernelFacts.
+
+    Raises UsageError for Triton kernels without a GPU.
+    """
+    if kernels == "triton" and device != "cuda" and not facts.get("interpreted"):
+        raise UsageError(
+            f"--kernels is triton, which needs a GPU, and the device is {device}", "type --kernels auto or --kernels reference"
+        )
+    known = KernelFacts(
+        device=device,
+        dtype=TORCH_DTYPES[dtype or config.dtype],
+        head_dim=config.head_dim,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        block_size=block_size,
+        **facts,
+    )
+    return Kernels(known, kernels)

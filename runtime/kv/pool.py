@@ -15,11 +15,16 @@ def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) ->
 def allocate_pool(
     config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: str
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer a key and a value cache [num_blocks, num_kv_heads, block_size, head_dim].
+    """Per layer a key and a value cache, see `allocate_layer`."""
+    return [allocate_layer(config, num_blocks, block_size, dtype, device) for _ in range(config.num_layers)]
+
+
+def allocate_layer(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer's key and value cache [num_blocks, num_kv_heads, block_size, head_dim].
 
     Uninitialised on purpose: on CPU a page of memory counts only once a block in it is used.
     """
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-    return [
-        (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)) for _ in range(config.num_layers)
-    ]
+    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)

@@ -40,27 +40,45 @@ class DecoderLayer:
 
 
 @dataclass
+class Head:
+    """Residual stream [rows, H] -> logits [rows, V]: the final norm, the projection, the family's scaling and cap."""
+
+    norm: torch.Tensor
+    projection: LinearFn
+    config: ModelConfig
+    kernels: Kernels
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Capped logits are float32, since tanh in 16 bits would make ties."""
+        config = self.config
+        logits = self.projection(self.kernels.rms_norm(hidden, self.norm, config.rms_norm_eps))
+        if config.logits_divisor != 1.0:
+            logits = logits / config.logits_divisor
+        if config.logits_softcap is not None:
+            logits = torch.tanh(logits.float() / config.logits_softcap) * config.logits_softcap
+        return logits
+
+
+@dataclass
 class Decoder:
     """A loaded model. forward: token ids -> hidden states; logits: hidden states of the rows that draw a token -> logits.
 
-    embedding_scale: 0-dimensional factor on the embedding rows, or a number. first_norm: of the first layer's input. norm: before the head.
+    embedding [V, H]. first_norm: of the first layer's input.
     """
 
     config: ModelConfig
     kernels: Kernels
     embedding: torch.Tensor
-    embedding_scale: torch.Tensor | float
     first_norm: torch.Tensor | None
     layers: list[DecoderLayer]
-    norm: torch.Tensor
-    head: LinearFn
+    head: Head
 
     def forward(
         self, token_ids: torch.Tensor, rotations: Rotations, caches: KVCaches, batch: AttentionBatch, rows: torch.Tensor
     ) -> torch.Tensor:
         """token_ids int64 [T], rotations as RotaryTables.lookup gives them -> residual stream after the last layer, before the final norm,
         of the tokens `rows` (int64 [rows], ascending) [rows, H]. In the last layer the other tokens only leave their keys and values."""
-        residual = self._embed(token_ids)
+        residual = embed(self.config, self.embedding, token_ids)
         hidden = residual if self.first_norm is None else self.kernels.rms_norm(residual, self.first_norm, self.config.rms_norm_eps)
         for i, layer in enumerate(self.layers):
             hidden = layer.attention(hidden, *rotations[layer.rotation], caches[i], batch)
@@ -72,46 +90,51 @@ class Decoder:
             hidden, residual = layer.after_mlp(hidden, residual)
         return residual
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        rows = self.embedding[token_ids]
-        return rows if self.config.embedding_multiplier == 1.0 else rows * self.embedding_scale
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Residual stream [rows, H] -> logits [rows, V]; capped ones are float32, since tanh in 16 bits would make ties."""
-        config = self.config
-        logits = self.head(self.kernels.rms_norm(hidden, self.norm, config.rms_norm_eps))
-        if config.logits_divisor != 1.0:
-            logits = logits / config.logits_divisor
-        if config.logits_softcap is not None:
-            logits = torch.tanh(logits.float() / config.logits_softcap) * config.logits_softcap
-        return logits
+        """Residual stream [rows, H] -> logits [rows, V]."""
+        return self.head(hidden)
+
+
+def embed(config: ModelConfig, embedding: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """token_ids int64 [T] -> rows of the embedding [V, H] times the family's factor, itself rounded to the rows' dtype where it says so."""
+    rows = embedding[token_ids]
+    if config.embedding_multiplier == 1.0:
+        return rows
+    scale = torch.tensor(config.embedding_multiplier, dtype=rows.dtype if config.round_embedding_multiplier else torch.float64)
+    return rows * scale.item()
 
 
 def build_decoder(config: ModelConfig, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels) -> Decoder:
     """Take every tensor of the model from `weights`, layer by layer, and re-lay it for the kernels."""
-    embedding = weights.take("model.embed_tokens.weight")
-    scale: torch.Tensor | float = config.embedding_multiplier
-    if config.round_embedding_multiplier:
-        scale = torch.tensor(scale, dtype=embedding.dtype, device=embedding.device)
-    first_norms = [_first_norm(config, i, weights) for i in range(config.num_layers)]
-    layers = [_build_layer(config, i, [*first_norms, None][i + 1], quant, weights, kernels) for i in range(config.num_layers)]
+    embedding = load_embedding(weights)
+    first_norms = [load_first_norm(config, i, weights) for i in range(config.num_layers)]
+    layers = [build_layer(config, i, [*first_norms, None][i + 1], quant, weights, kernels) for i in range(config.num_layers)]
+    return Decoder(config, kernels, embedding, first_norms[0], layers, build_head(config, embedding, quant, weights, kernels))
+
+
+def load_embedding(weights: WeightSource) -> torch.Tensor:
+    """Rows of the tokens [V, H]."""
+    return weights.take("model.embed_tokens.weight")
+
+
+def build_head(config: ModelConfig, embedding: torch.Tensor, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels) -> Head:
+    """The final norm and the projection onto the vocabulary, which is the embedding where both are tied."""
     norm = load_norm("model.norm", weights, config.norm_offset)
-    if config.tie_word_embeddings:
-        head = kernels.dense_linear(embedding)
-    else:
-        head = load_linear(["lm_head"], weights, quant, kernels)
-    return Decoder(config, kernels, embedding, scale, first_norms[0], layers, norm, head)
+    tied = config.tie_word_embeddings
+    projection = kernels.dense_linear(embedding) if tied else load_linear(["lm_head"], weights, quant, kernels)
+    return Head(norm, projection, config, kernels)
 
 
-def _first_norm(config: ModelConfig, index: int, weights: WeightSource) -> torch.Tensor | None:
+def load_first_norm(config: ModelConfig, index: int, weights: WeightSource) -> torch.Tensor | None:
+    """Factor of the norm of a layer's input [H], None where the family has none."""
     name = norm_names(config).before_attention
     return load_norm(f"model.layers.{index}.{name}", weights, config.norm_offset) if name else None
 
 
-def _build_layer(
+def build_layer(
     config: ModelConfig, index: int, next_norm: torch.Tensor | None, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels
 ) -> DecoderLayer:
-    """next_norm: of the next layer's input; the last layer has none, its stream goes to the final norm."""
+    """One layer. next_norm: of the next layer's input; the last layer has none, its stream goes to the final norm."""
     layer, names = f"model.layers.{index}", norm_names(config)
 
     def norm(name: str | None) -> torch.Tensor | None:
