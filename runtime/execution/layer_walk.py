@@ -14,7 +14,7 @@ import torch
 from dspark.kernels.ops import AttentionBatch, Kernels
 from dspark.runtime.execution.forward_batch import build_forward_batch
 from dspark.runtime.kv.pool import allocate_layer
-from dspark.runtime.layers.rope import Rotations, RotaryTables
+from dspark.runtime.layers.rope import RotaryTables, Rotations
 from dspark.runtime.layers.weights import WeightSource
 from dspark.runtime.models.decoder import DecoderLayer, Head, build_head, build_layer, embed, load_embedding, load_first_norm
 from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput
@@ -51,8 +51,8 @@ class WalkLayer:
 class LayerWalk:
     """The residual stream of some samples, advanced layer by layer.
 
-    samples: token ids of each, in any lengths up to the context. residual [T, H]: the stream before the next layer, in the order of samples;
-    a caller may move it elsewhere (to a file) as long as slices of it can be read and written.
+    samples: token ids of each, in any lengths up to the context. residual [T, H]: the stream before the next layer, in the order of the
+    samples; a caller may move it elsewhere (to a file) as long as slices of it can be read and written.
     """
 
     def __init__(self, config: ModelConfig, samples: Sequence[Sequence[int]], kernels: Kernels, batch_tokens: int = BATCH_TOKENS) -> None:
