@@ -1,0 +1,1 @@
+"""How far a model is from its baseline, and whether that is near enough."""
