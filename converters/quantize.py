@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from dspark.converters.mapping import MappedModel, linear_modules, router_patterns
-from dspark.converters.quantizers.base import QuantizedWeight, quantizer, stored_names
+from dspark.converters.quantizers.base import SolverOptions, quantizer, stored_names
 from dspark.converters.readers.base import summarize
 from dspark.runtime.spec.errors import InputError, UsageError
 from dspark.runtime.spec.quant import GROUP_SIZES, QuantConfig, default_group_size, preset
@@ -124,11 +124,7 @@ def quantized_tensors(model: MappedModel, plan: QuantPlan) -> Iterator[tuple[str
         weight = model.read(name).to(torch.float32)
         if not bool(weight.isfinite().all()):
             raise InputError(f"{name} has values that are not finite", "the checkpoint is damaged: use another copy")
-        result = quantize(weight, plan.config.scheme)
-        plan.report[module] = _entry(result)
+        result = quantize(weight, plan.config.scheme, None, SolverOptions())
+        plan.report[module] = result.entry()
         del weight
         yield from result.tensors(module).items()
-
-
-def _entry(result: QuantizedWeight) -> dict[str, Any]:
-    return {"sqnr_db": result.sqnr_db, "bytes": result.num_bytes()}

@@ -122,9 +122,10 @@ def requantize(weight: torch.Tensor, scheme: QuantScheme) -> Any:
     import torch
 
     if scheme.storage == "wna16":
+        from dspark.converters.quantizers.base import SolverOptions
         from dspark.converters.quantizers.rtn import CLIP_RATIOS, quantize_rtn
 
-        return quantize_rtn(weight, scheme, clip=scheme.weight_bits in CLIP_RATIOS).weight
+        return quantize_rtn(weight, scheme, options=SolverOptions(clip=scheme.weight_bits in CLIP_RATIOS)).weight
     if scheme.storage == "int8":
         from dspark.kernels.int8 import Int8Weight
 

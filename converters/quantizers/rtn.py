@@ -11,7 +11,8 @@ import math
 
 import torch
 
-from dspark.converters.quantizers.base import QuantizedWeight
+from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, SolverOptions
+from dspark.converters.quantizers.statistics import LayerStatistics
 from dspark.converters.threads import map_slices
 from dspark.kernels.packing import pack_codes
 from dspark.kernels.quant_math import group_range, quantize_groups, scale_and_zero
@@ -26,13 +27,15 @@ _CHUNK_ELEMENTS = 1 << 18  # a chunk of rows stays in the cache through the whol
 _HALF = torch.finfo(torch.float16)
 
 
-def quantize_rtn(weight: torch.Tensor, scheme: QuantScheme, clip: bool = True) -> QuantizedWeight:
-    """Canonical storage of a weight float32 [N, K]; group_size must divide K. clip: search, or take each group's whole range."""
+def quantize_rtn(
+    weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics | None = None, options: SolverOptions = DEFAULTS
+) -> QuantizedWeight:
+    """Canonical storage of a weight float32 [N, K]; group_size must divide K."""
     outputs, inputs = weight.shape
     group_size = scheme.resolved_group_size(inputs)
     if inputs % group_size:
         raise ValueError(f"group size {group_size} does not divide {inputs} inputs")
-    ratios = CLIP_RATIOS[scheme.weight_bits] if clip else (1.0,)
+    ratios = CLIP_RATIOS[scheme.weight_bits] if options.clip else (1.0,)
     groups = weight.float().reshape(outputs, inputs // group_size, group_size)
     dtype = scale_dtype(groups, scheme, min(ratios))
     rows = max(1, _CHUNK_ELEMENTS // inputs)

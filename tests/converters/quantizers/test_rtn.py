@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dspark.converters.quantizers.base import SolverOptions
 from dspark.converters.quantizers.rtn import quantize_rtn
 from dspark.kernels.packing import pack_codes, unpack_codes
 from dspark.runtime.spec.quant import PRESETS, preset
@@ -25,7 +26,7 @@ def codes_of(result, bits: int) -> list[list[int]]:
 def test_symmetric_4_bit_by_hand() -> None:
     """Largest value 7.5 over 7.5 steps: step 1, zero 8; halves go to even codes, -7.5 becomes code 0 (-8)."""
     weight = torch.tensor([[7.5, -7.5, 1.0, -2.0, 0.5, 1.5, 0.0, 3.2]])
-    result = quantize_rtn(weight, scheme("w4a16"), clip=False)
+    result = quantize_rtn(weight, scheme("w4a16"), options=SolverOptions(clip=False))
     assert result.weight.scales.tolist() == [[1.0]] and result.weight.zeros is None
     assert codes_of(result, 4) == [[15, 0, 9, 6, 8, 10, 8, 11]]
     assert result.weight.dense(torch.float32).tolist() == [[7.0, -8.0, 1.0, -2.0, 0.0, 2.0, 0.0, 3.0]]
@@ -35,7 +36,7 @@ def test_symmetric_4_bit_by_hand() -> None:
 def test_asymmetric_4_bit_by_hand() -> None:
     """-1 to 14: step 1, zero point 1; the whole range is used."""
     weight = torch.tensor([[-1.0, 14.0, 0.0, 3.4, 6.6, 13.0, 2.0, 1.0]])
-    result = quantize_rtn(weight, scheme("w4a16-asym"), clip=False)
+    result = quantize_rtn(weight, scheme("w4a16-asym"), options=SolverOptions(clip=False))
     assert result.weight.scales.tolist() == [[1.0]] and result.weight.zeros.tolist() == [[1]]
     assert codes_of(result, 4) == [[0, 15, 1, 4, 8, 14, 3, 2]]
     assert result.weight.dense(torch.float32).tolist() == [[-1.0, 14.0, 0.0, 3.0, 7.0, 13.0, 2.0, 1.0]]
@@ -43,13 +44,13 @@ def test_asymmetric_4_bit_by_hand() -> None:
 
 def test_symmetric_8_bit_by_hand() -> None:
     weight = torch.tensor([[127.5, -127.5, 1.0, 64.0]])
-    result = quantize_rtn(weight, scheme("w8a16"), clip=False)
+    result = quantize_rtn(weight, scheme("w8a16"), options=SolverOptions(clip=False))
     assert codes_of(result, 8) == [[255, 0, 129, 192]] and result.weight.scales.tolist() == [[1.0]]
 
 
 def test_groups_have_their_own_steps() -> None:
     weight = torch.cat([torch.full((2, 32), 7.5), torch.full((2, 32), 0.75)], 1)
-    result = quantize_rtn(weight, scheme("w4a16", 32), clip=False)
+    result = quantize_rtn(weight, scheme("w4a16", 32), options=SolverOptions(clip=False))
     assert result.weight.scales.shape == (2, 2) and result.weight.group_size == 32
     assert torch.allclose(result.weight.scales.float(), torch.tensor([[1.0, 1.0], [0.1, 0.1]]), rtol=1e-3)
 
@@ -84,7 +85,7 @@ def test_clipping_is_never_worse_in_any_group(name: str, group_size: int) -> Non
     size = 128 if group_size == -1 else group_size
 
     def noise(clip: bool) -> torch.Tensor:
-        dense = quantize_rtn(weight, scheme(name, group_size), clip).weight.dense(torch.float32)
+        dense = quantize_rtn(weight, scheme(name, group_size), options=SolverOptions(clip=clip)).weight.dense(torch.float32)
         return (dense - weight).reshape(24, -1, size).double().square().sum(-1)
 
     with_clip, without = noise(True), noise(False)
