@@ -6,14 +6,14 @@ reorders the rows of q and k within each head to 0, D/2, 1, D/2+1, ...; `read` u
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.converters.readers.base import TensorInfo, majority_dtype
-from dspark.converters.readers.gguf_families import ARCHITECTURES, TOP_NAMES
-from dspark.converters.readers.gguf_file import GgufTensor
+from dspark.converters.readers.gguf_experts import expert_config
+from dspark.converters.readers.gguf_families import ARCHITECTURES
 from dspark.converters.readers.gguf_metadata import Metadata
+from dspark.converters.readers.gguf_names import Place, place_tensors
 from dspark.converters.readers.gguf_parts import GgufParts
 from dspark.converters.readers.gguf_rope import FACTOR_TENSORS, rope_scaling
 from dspark.converters.readers.gguf_tokenizer import bundle_from_metadata
@@ -23,7 +23,6 @@ from dspark.runtime.spec.errors import InputError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -37,11 +36,14 @@ class GgufReader:
         self._file = GgufParts(path)
         self._meta = Metadata(self._file.metadata, path)
         arch = self._meta.architecture
-        if arch not in ARCHITECTURES or self._meta.get("expert_count"):
-            what = f"{arch} with experts" if arch in ARCHITECTURES else arch
-            raise UnsupportedError(f"GGUF architecture '{what}' is not supported, supported: {', '.join(ARCHITECTURES)}")
+        if arch not in ARCHITECTURES:
+            raise UnsupportedError(f"GGUF architecture '{arch}' is not supported, supported: {', '.join(ARCHITECTURES)}")
         self._row = ARCHITECTURES[arch]
-        self._name_of = {hugging_face_name(name, arch): name for name in self._file.tensors if name not in FACTOR_TENSORS}
+        if self._meta.get("expert_count") and self._row.shares_add_up is None:
+            names = [name for name, row in ARCHITECTURES.items() if row.shares_add_up is not None]
+            raise UnsupportedError(f"GGUF architecture '{arch} with experts' is not supported, supported with experts: {', '.join(names)}")
+        weights = {name: tensor for name, tensor in self._file.tensors.items() if name not in FACTOR_TENSORS}
+        self._places = place_tensors(weights, arch, path)
 
     def config(self) -> dict[str, Any]:
         try:
@@ -78,19 +80,21 @@ class GgufReader:
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
             **self._special_ids(),
         }
-        return config | self._row.extra(meta)
+        experts = expert_config(meta, tensors, bool(self._row.shares_add_up)) if meta.get("expert_count") else {}
+        return config | self._row.extra(meta) | experts
 
     def generation_config(self) -> dict[str, Any] | None:
         return {key: value for key, value in self._special_ids().items() if value not in (None, [])} or None
 
     def tensors(self) -> dict[str, TensorInfo]:
-        return {ours: self._info(self._file.tensors[theirs]) for ours, theirs in self._name_of.items()}
+        return {name: self._info(place) for name, place in self._places.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Decoded to float32, whatever the block type: the writer rounds once, to the engine's dtype."""
+        """Decoded to float32, whatever the block type: the writer rounds once, to the engine's dtype. Of a stack, one expert is decoded."""
         import torch
 
-        weight = torch.from_numpy(self._file.decode(self._name_of[name]))
+        place = self._places[name]
+        weight = torch.from_numpy(self._file.decode_rows(place.source, place.first_row, place.num_rows)).reshape(place.shape)
         module = name.rpartition(".")[0]
         if self._row.norm_offset and module.endswith("norm"):
             return weight - 1
@@ -122,24 +126,13 @@ class GgufReader:
     def files(self) -> list[Path]:
         return list(self._file.paths)
 
-    def _info(self, tensor: GgufTensor) -> TensorInfo:
-        return TensorInfo(_PLAIN.get(tensor.type_name, tensor.type_name), tensor.shape)
+    def _info(self, place: Place) -> TensorInfo:
+        block_type = self._file.tensors[place.source].type_name
+        return TensorInfo(_PLAIN.get(block_type, block_type), place.shape)
 
     def _special_ids(self) -> dict[str, Any]:
         ids = {"bos_token_id": self._meta.token_id("bos"), "eos_token_id": self._meta.end_ids()}
         return {**ids, "pad_token_id": self._meta.token_id("padding")}
-
-
-def hugging_face_name(name: str, architecture: str = "llama") -> str:
-    """Hugging Face name of a GGUF tensor; an unknown name stays, so that the check of names reports it."""
-    stem, _, leaf = name.rpartition(".")
-    if stem in TOP_NAMES:
-        return f"{TOP_NAMES[stem]}.{leaf}"
-    match = _LAYER_NAME.fullmatch(name)
-    names = ARCHITECTURES[architecture].layer_names()
-    if match and match[2] in names:
-        return f"model.layers.{int(match[1])}.{names[match[2]]}.{match[3]}"
-    return name
 
 
 def unpermute_rows(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

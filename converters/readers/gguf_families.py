@@ -27,6 +27,11 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_NAMES = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
@@ -40,9 +45,16 @@ def _no_window(metadata: Metadata) -> dict[str, Any]:
     return {}
 
 
+def _qwen_moe(metadata: Metadata) -> dict[str, Any]:
+    metadata.positive("expert_count")  # without it the model would read as one of the family's default size
+    return _no_window(metadata)
+
+
 def _llama(metadata: Metadata) -> dict[str, Any]:
-    """Mistral is a llama with a window."""
+    """Mixtral is a llama with experts, Mistral one with a window."""
     window = metadata.get("attention.sliding_window")
+    if metadata.get("expert_count"):
+        return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": window or None}
     return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window} if window else {}
 
 
@@ -115,7 +127,8 @@ class GgufArchitecture:
     """family, hugging_face: of the runtime's table. names: of a layer's tensors, where they differ from Llama's.
 
     permuted: rows of q and k are stored in pairs (see `unpermute_rows`). norm_offset: norms are stored as 1 + weight.
-    extra: keys of the config beyond the common ones.
+    extra: keys of the config beyond the common ones. shares_add_up: whether the shares of the experts that a token takes add up to 1, which
+    stands in no file; None where files of this architecture have no experts.
     """
 
     family: str
@@ -124,15 +137,18 @@ class GgufArchitecture:
     permuted: bool = False
     norm_offset: bool = False
     extra: Callable[[Metadata], dict[str, Any]] = _no_window
+    shares_add_up: bool | None = None
 
     def layer_names(self) -> dict[str, str]:
         return {**_LAYER_NAMES, **self.names}
 
 
 _ROWS: dict[str, GgufArchitecture] = {
-    "llama": GgufArchitecture("llama", "LlamaForCausalLM", permuted=True, extra=_llama),
+    "llama": GgufArchitecture("llama", "LlamaForCausalLM", permuted=True, extra=_llama, shares_add_up=True),
     "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen2moe": GgufArchitecture("qwen2_moe", "Qwen2MoeForCausalLM", extra=_qwen_moe, shares_add_up=False),
+    "qwen3moe": GgufArchitecture("qwen3_moe", "Qwen3MoeForCausalLM", extra=_qwen_moe, shares_add_up=True),
     "gemma2": GgufArchitecture("gemma2", "Gemma2ForCausalLM", _GEMMA_NAMES, norm_offset=True, extra=_gemma2),
     "gemma3": GgufArchitecture("gemma3_text", "Gemma3ForCausalLM", _GEMMA_NAMES, norm_offset=True, extra=_gemma3),
     "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, extra=_phi3),

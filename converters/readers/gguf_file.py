@@ -178,15 +178,23 @@ class GgufFile:
         return data.reshape(rows, -1)
 
     def decode(self, name: str) -> np.ndarray:
-        """A tensor as float32 in its shape, decoded in slices of rows so that temporaries stay small."""
+        """A tensor as float32 in its shape."""
+        shape = self.tensors[name].shape
+        return self.decode_rows(name, 0, math.prod(shape[:-1])).reshape(shape)
+
+    def decode_rows(self, name: str, first_row: int, num_rows: int) -> np.ndarray:
+        """Rows of a tensor (counted over all its dimensions but the last) as float32 [num_rows, K], and no others.
+
+        Decoded a slice at a time, so that temporaries stay small.
+        """
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
-        raw = self.raw(name)
+        raw = self.raw(name)[first_row : first_row + num_rows]
         kind = GGMLQuantizationType(tensor.type_id)
         out = np.empty((raw.shape[0], tensor.shape[-1]), np.float32)
         step = max(1, (1 << 20) // tensor.shape[-1])
         for row in range(0, raw.shape[0], step):
             out[row : row + step] = dequantize(raw[row : row + step], kind)
-        return out.reshape(tensor.shape)
+        return out

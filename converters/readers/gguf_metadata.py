@@ -31,6 +31,14 @@ class Metadata:
             raise InputError(f"'{self.path}' lacks the metadata key {self.architecture}.{key}", "use a GGUF of a whole model")
         return value
 
+    def positive(self, key: str) -> int:
+        """A count. Raises InputError for an absent key or one that is no positive integer."""
+        value = self.need(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            what = f"'{self.path}' has {self.architecture}.{key} {value!r:.40}, allowed: a positive integer"
+            raise InputError(what, "download it again")
+        return value
+
     def uniform(self, key: str) -> int:
         """A size that may be given per layer. Raises UnsupportedError when the layers differ."""
         value = self.need(key)

@@ -50,6 +50,10 @@ class GgufParts:
         """A tensor as float32 in its shape."""
         return self._part_of[name].decode(name)
 
+    def decode_rows(self, name: str, first_row: int, num_rows: int) -> np.ndarray:
+        """Rows of a tensor as float32, as `GgufFile.decode_rows`."""
+        return self._part_of[name].decode_rows(name, first_row, num_rows)
+
     def _locate(self, path: Path, count: int) -> list[Path]:
         paths = part_paths(path)
         if len(paths) != count:

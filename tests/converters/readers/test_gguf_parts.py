@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from case_checkpoints import llama_config, llama_state, reference_logits, token_ids, write_gguf
 from engine_logits import by_transformers, relative_error
+from gguf_models import split_gguf
 
 from dspark.converters.detect import open_checkpoint
 from dspark.converters.pipeline import convert
@@ -21,35 +21,10 @@ CONFIG = llama_config()
 STATE = llama_state(CONFIG, 21)
 
 
-def split(source: Path, directory: Path, count: int, stem: str = "m") -> list[Path]:
-    """What llama-gguf-split does: the metadata in the first part, the tensors spread over all."""
-    whole = gguf.GGUFReader(str(source))
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
-    for number, path in enumerate(paths):
-        writer = gguf.GGUFWriter(str(path), "llama" if number == 0 else "")
-        if number == 0:
-            for field in whole.fields.values():
-                if field.name.startswith("GGUF.") or field.name == "general.architecture":
-                    continue
-                element = field.types[1] if len(field.types) > 1 else None
-                writer.add_key_value(field.name, field.contents(), field.types[0], element)
-        writer.add_uint16("split.no", number)
-        writer.add_uint16("split.count", count)
-        writer.add_int32("split.tensors.count", len(whole.tensors))
-        for tensor in whole.tensors[number::count]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return paths
-
-
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
     write_gguf(tmp_path / "whole.gguf", CONFIG, STATE)
-    return split(tmp_path / "whole.gguf", tmp_path / "split", 3)
+    return split_gguf(tmp_path / "whole.gguf", tmp_path / "split", 3)
 
 
 def test_names_of_parts() -> None:
@@ -92,6 +67,6 @@ def test_parts_that_were_mixed_up_are_refused(parts: list[Path]) -> None:
 
 
 def test_two_models_in_a_directory_are_not_guessed_between(tmp_path: Path, parts: list[Path]) -> None:
-    split(tmp_path / "whole.gguf", parts[0].parent, 3, stem="other")
+    split_gguf(tmp_path / "whole.gguf", parts[0].parent, 3, stem="other")
     with pytest.raises(InputError, match=r"holds 6 \.gguf files"):
         open_checkpoint(parts[0].parent)
