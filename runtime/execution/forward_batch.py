@@ -16,7 +16,8 @@ class ForwardBatch:
     """token_ids int64 [T].
 
     rope_lengths int64 [T]: length of each token's sequence as dynamic rope and longrope count it: Sequence.rope_len (the prompt's),
-    then position + 1. sample_rows int64 [rows]: tokens whose logits are wanted, in the order of SchedulerOutput.sampling.
+    then position + 1. sample_rows int64 [rows]: tokens whose logits are wanted, in the order of SchedulerOutput.sampling: a sequence's
+    newest token, then those of its draft.
     """
 
     token_ids: torch.Tensor
@@ -28,7 +29,7 @@ class ForwardBatch:
 def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> ForwardBatch:
     """Lay the scheduled tokens out, sequence after sequence."""
     items = plan.scheduled
-    counts = np.asarray([item.num_tokens for item in items], np.int64)
+    counts = np.asarray([item.num_query_tokens for item in items], np.int64)
     computed = np.asarray([item.seq.num_computed for item in items], np.int64)
     query_start = np.zeros(len(items) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
@@ -44,12 +45,15 @@ def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> 
         if item.num_tokens == 1:
             token_ids[query_start[i]] = seq.token_ids[start]
         else:
-            token_ids[query_start[i] : query_start[i + 1]] = seq.token_ids[start : start + item.num_tokens]
+            token_ids[query_start[i] : query_start[i] + item.num_tokens] = seq.token_ids[start : start + item.num_tokens]
+        if item.draft:
+            token_ids[query_start[i] + item.num_tokens : query_start[i + 1]] = item.draft.token_ids
     owner = np.repeat(np.arange(len(items)), counts)
     positions = np.arange(token_ids.shape[0]) - query_start[owner] + computed[owner]
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
     rope_lens = np.asarray([item.seq.rope_len for item in items], np.int64)
-    sample_rows = np.asarray([query_start[i + 1] - 1 for i, item in enumerate(items) if item.samples], np.int64)
+    ends = [np.arange(query_start[i] + item.num_tokens - 1, query_start[i + 1]) for i, item in enumerate(items) if item.samples]
+    sample_rows = np.concatenate(ends).astype(np.int64) if ends else np.empty(0, np.int64)
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)

@@ -11,6 +11,7 @@ from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder, KVCaches
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
+from dspark.runtime.speculation.verify import verify_coupled
 
 
 class ModelRunner:
@@ -28,22 +29,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> StepOutput:
-        """Copy blocks, run the model over the plan's tokens, draw one token for each sequence that asks for one."""
+        """Copy blocks, run the model over the plan's tokens, draw tokens for each sequence that asks for one: see `speculation.verify`."""
         self._copy_blocks(plan.copies)
         batch = build_forward_batch(plan, self.block_size, self.device)
         rotations = self.rope.lookup(batch.attention.positions, batch.rope_lengths)
         started = time.perf_counter()
         hidden = self.model.forward(batch.token_ids, rotations, self.caches, batch.attention, batch.sample_rows)
-        sampling = [item.seq for item in plan.sampling]
+        sampling = plan.sampling
         if not sampling:
             self.forward_s += time.perf_counter() - started
             return StepOutput([])
         logits = self.model.logits(hidden)
         computed = time.perf_counter()
         self.forward_s += computed - started
-        tokens, gaps = self.sampler.sample(logits, sampling)
+        gained = verify_coupled(self.sampler, logits, sampling)
         self.sampling_s += time.perf_counter() - computed
-        return StepOutput(tokens, gaps)
+        return StepOutput(gained)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if not copies:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,8 +13,23 @@ from dspark.runtime.sampling.draw import argmax_rows, draw_rows, top2_gaps
 from dspark.runtime.sampling.filters import usable_temperature
 from dspark.runtime.sampling.penalties import changes_logits, process_row
 from dspark.runtime.sampling.rng import row_key
-from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.errors import MachineError
+from dspark.runtime.spec.request import Request
+
+
+class RowContext(Protocol):
+    """What a row's draw depends on besides its logits: a sequence, or one with draft tokens behind it."""
+
+    request: Request
+    index: int
+    prompt_len: int
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
 
 
 @dataclass
@@ -37,7 +54,7 @@ class Sampler:
         self.eos_token_ids = eos_token_ids
         self.record_gaps = record_gaps
 
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float] | None]:
+    def sample(self, logits: torch.Tensor, sequences: Sequence[RowContext]) -> tuple[list[int], list[float] | None]:
         """logits [rows, V] (any float type, changed in place), row i for sequences[i] -> a token per row, and top-two gaps if recorded.
 
         Raises MachineError for a row with a NaN or without a finite best logit: any token for it would be an invented one.
@@ -58,7 +75,7 @@ class Sampler:
         return tokens.tolist(), gaps
 
 
-def draw_options(rows: list[int], sequences: list[Sequence]) -> DrawOptions:
+def draw_options(rows: list[int], sequences: Sequence[RowContext]) -> DrawOptions:
     """Gather the options of the random rows."""
     params = [sequences[row].request.params for row in rows]
     keys = [row_key(sequences[row].request.draw_key, sequences[row].index, sequences[row].num_tokens) for row in rows]
@@ -72,7 +89,7 @@ def draw_options(rows: list[int], sequences: list[Sequence]) -> DrawOptions:
     )
 
 
-def _no_finite_logits(seq: Sequence) -> MachineError:
+def _no_finite_logits(seq: RowContext) -> MachineError:
     return MachineError(
         f"the model gave no finite logits for request {seq.request.request_id} at token {seq.num_tokens} (answer {seq.index}): "
         "its arithmetic overflowed or its weights are damaged",

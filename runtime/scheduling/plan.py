@@ -5,18 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dspark.runtime.scheduling.sequence import Sequence
+from dspark.runtime.speculation.draft import Draft, Verified
 
 
 @dataclass
 class ScheduledSequence:
-    """`num_tokens` tokens of a sequence, from position seq.num_computed on. samples: its last one is among them, so a new one is drawn."""
+    """`num_tokens` tokens of a sequence, from position seq.num_computed on. samples: its last one is among them, so a new one is drawn.
+
+    draft: tokens that may follow, computed in the same step to be verified.
+    """
 
     seq: Sequence
     num_tokens: int
+    draft: Draft | None = None
 
     @property
     def samples(self) -> bool:
         return self.seq.num_computed + self.num_tokens == self.seq.num_tokens
+
+    @property
+    def num_query_tokens(self) -> int:
+        """Tokens that the model computes: the sequence's own and the draft's."""
+        return self.num_tokens + (len(self.draft) if self.draft else 0)
 
 
 @dataclass
@@ -28,7 +38,7 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.scheduled)
+        return sum(item.num_query_tokens for item in self.scheduled)
 
     @property
     def sampling(self) -> list[ScheduledSequence]:
@@ -38,8 +48,6 @@ class SchedulerOutput:
 
 @dataclass
 class StepOutput:
-    """One new token per sampling sequence, in the order of SchedulerOutput.sampling; top2_gaps: largest minus second largest
-    logit of each row, when recorded."""
+    """What each sampling sequence gained, in the order of SchedulerOutput.sampling: one token, more where a draft was accepted."""
 
-    token_ids: list[int]
-    top2_gaps: list[float] | None = None
+    gained: list[Verified]

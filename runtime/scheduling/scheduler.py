@@ -9,11 +9,29 @@ request ends.
 from __future__ import annotations
 
 from bisect import insort
+from typing import Protocol
 
 from dspark.runtime.kv.manager import KVCacheManager
 from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput, StepOutput
 from dspark.runtime.scheduling.sequence import Sequence, SequenceStatus
 from dspark.runtime.scheduling.stopping import check_stop
+from dspark.runtime.speculation.draft import Draft, Verified
+
+
+class Speculates(Protocol):
+    """Who offers drafts; see `speculation.speculator`."""
+
+    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int) -> list[Draft | None]:
+        """A draft, or none, for each sequence, which is about to compute its newest token.
+
+        rooms: most tokens that each may gain from a draft. num_planned: tokens that the step computes without drafts.
+        """
+
+    def learn(self, seq: Sequence, draft: Draft, verified: Verified) -> None:
+        """What came of a draft."""
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence ended, or lost its blocks."""
 
 
 class Scheduler:
@@ -21,6 +39,7 @@ class Scheduler:
 
     max_num_batched_tokens bounds a step's tokens, and so the memory of activations. max_model_len ends a sequence with "length".
     recompute_at: length at which a sequence is computed anew with that length as its salt, since all its keys change (longrope).
+    speculator: offers drafts for sequences that compute one token; None for plain decoding.
     """
 
     def __init__(
@@ -31,6 +50,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         recompute_at: int | None = None,
+        speculator: Speculates | None = None,
     ) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
@@ -38,6 +58,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.recompute_at = recompute_at
+        self.speculator = speculator
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.num_preemptions = 0
@@ -58,33 +79,76 @@ class Scheduler:
             self.kv.register_full_blocks(item.seq, item.seq.num_computed + item.num_tokens)
         if num_preempted == 0:
             self._admit_waiting(plan)
+        if self.speculator is not None:
+            self._add_drafts(plan, self.speculator)
         plan.copies = self.kv.take_copies()
         assert plan.scheduled or not self.num_unfinished, "no sequence can make progress"
         return plan
 
     def commit(self, plan: SchedulerOutput, result: StepOutput) -> list[Sequence]:
         """Append the new tokens and return the sequences that ended, their blocks released."""
-        tokens = iter(result.token_ids)
-        gaps = iter(result.top2_gaps or ())
+        gained = iter(result.gained)
         finished: list[Sequence] = []
         for item in plan.scheduled:
             seq, samples = item.seq, item.samples
             seq.num_computed += item.num_tokens
             if not samples:
                 continue
-            seq.token_ids.append(next(tokens))
-            if result.top2_gaps is not None:
-                gap = next(gaps)
-                seq.min_top2_gap = gap if seq.min_top2_gap is None else min(seq.min_top2_gap, gap)
-            check_stop(seq, self.eos_token_ids, self.max_model_len)
+            verified = next(gained)
+            if self.speculator is not None and item.draft:
+                self.speculator.learn(seq, item.draft, verified)
+            self._append(seq, verified)
             if seq.finish_reason is not None:
                 finished.append(seq)
             elif seq.num_tokens == self.recompute_at:
                 seq.cache_salt = seq.rope_len = self.recompute_at
                 self._requeue(seq)
+            elif item.draft:
+                self.kv.rewind(seq, seq.num_computed)
         for seq in finished:
             self._finish(seq)
         return finished
+
+    def _append(self, seq: Sequence, verified: Verified) -> None:
+        """Take over what was gained, up to the token that ends the answer. The keys of accepted tokens are stored already."""
+        seq.num_computed += verified.num_accepted
+        for index, token in enumerate(verified.token_ids):
+            seq.token_ids.append(token)
+            if verified.top2_gaps is not None:
+                gap = verified.top2_gaps[index]
+                seq.min_top2_gap = gap if seq.min_top2_gap is None else min(seq.min_top2_gap, gap)
+            check_stop(seq, self.eos_token_ids, self.max_model_len)
+            if seq.finish_reason is not None:
+                return
+
+    def _add_drafts(self, plan: SchedulerOutput, speculator: Speculates) -> None:
+        """Give sequences that compute one token a draft, as far as the step's budget and the free blocks reach; nobody is preempted."""
+        items = [item for item in plan.scheduled if item.samples and item.num_tokens == 1 and self._draft_room(item.seq) > 0]
+        budget = self.max_num_batched_tokens - plan.num_tokens
+        if not items or budget <= 0:
+            return
+        drafts = speculator.propose([item.seq for item in items], [self._draft_room(item.seq) for item in items], plan.num_tokens)
+        for item, draft in zip(items, drafts, strict=True):
+            if draft is not None and budget > 0:
+                item.draft = self._fitted(item, draft.cut(budget))
+                budget -= len(item.draft) if item.draft else 0
+
+    def _fitted(self, item: ScheduledSequence, draft: Draft) -> Draft | None:
+        """The draft, or as much of it as the blocks hold that the sequence has or can get."""
+        seq = item.seq
+        end = seq.num_computed + item.num_tokens
+        if not self.kv.extend(seq, seq.num_computed, end + len(draft)):
+            draft = draft.cut(len(seq.table.blocks) * self.kv.block_size - end)
+        return draft if len(draft) else None
+
+    def _draft_room(self, seq: Sequence) -> int:
+        """Most tokens of a draft that a sequence can use: one more is gained with them, and none may pass where answer or keys end."""
+        ends = [self.max_model_len]
+        if self.recompute_at is not None and seq.num_tokens < self.recompute_at:
+            ends.append(self.recompute_at)
+        if seq.request.params.max_tokens is not None:
+            ends.append(seq.prompt_len + seq.request.params.max_tokens)
+        return min(ends) - seq.num_tokens - 1
 
     def _schedule_running(self, plan: SchedulerOutput) -> int:
         """Give each running sequence its tokens; decodes (one token) first, so that a long prefill cannot starve them."""
@@ -156,15 +220,21 @@ class Scheduler:
     def _requeue(self, seq: Sequence) -> None:
         """Take a running sequence's blocks; it will be computed from its first token again."""
         self.running.remove(seq)
-        self.kv.release(seq)
+        self._forget(seq)
         seq.num_computed = 0
         seq.status = SequenceStatus.WAITING
         insort(self.waiting, seq, key=lambda s: s.rank)
 
     def _finish(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self.kv.release(seq)
+        self._forget(seq)
         seq.status = SequenceStatus.FINISHED
+
+    def _forget(self, seq: Sequence) -> None:
+        """Give back what a sequence holds."""
+        self.kv.release(seq)
+        if self.speculator is not None:
+            self.speculator.forget(seq)
 
     def _unschedule(self, plan: SchedulerOutput, seq: Sequence) -> int:
         """Take a sequence out of the plan; returns the tokens that are free again."""

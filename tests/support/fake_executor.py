@@ -11,10 +11,12 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from dspark.runtime.kv.manager import KVCacheManager
-from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
+from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput, StepOutput
 from dspark.runtime.scheduling.scheduler import Scheduler
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.request import Request
+from dspark.runtime.speculation.draft import ROOT, Draft, Verified
+from dspark.runtime.speculation.verify import accepted_rows, rows_of
 
 EOS = 6
 VOCAB_SIZE = 7
@@ -67,13 +69,27 @@ class FakeExecutor:
             seq = item.seq
             values = digests(seq.token_ids, seq.cache_salt)
             for position in range(seq.num_computed, seq.num_computed + item.num_tokens):
-                slot = self.slot(seq, position)
-                assert written.setdefault(slot, values[position]) == values[position], "two sequences write one slot"
-                self.slots[slot] = values[position]
+                self.write(written, self.slot(seq, position), values[position])
+            for node in range(len(item.draft or ())):
+                tokens = seq.token_ids + [item.draft.token_ids[n] for n in item.draft.path(node)]
+                self.write(written, self.slot(seq, seq.num_computed + item.num_tokens + node), digests(tokens, seq.cache_salt)[-1])
         for item in plan.scheduled:
             self.check_reads(item.seq, item.seq.num_computed + item.num_tokens)
         self.num_computed_tokens += plan.num_tokens
-        return StepOutput([next_token(i.seq.token_ids, i.seq.request.draw_key, i.seq.index) for i in plan.sampling])
+        return StepOutput([self.verify(item) for item in plan.sampling])
+
+    def write(self, written: dict[int, int], slot: int, value: int) -> None:
+        assert written.setdefault(slot, value) == value, "two sequences write one slot"
+        self.slots[slot] = value
+
+    def verify(self, item: ScheduledSequence) -> Verified:
+        """The tokens that the coupled rule gives, the accepted ones' digests moved to their positions."""
+        drawn = [next_token(row.token_ids, row.request.draw_key, row.index) for row in rows_of(item)]
+        rows = accepted_rows(item.draft, drawn) if item.draft else [0]
+        end = item.seq.num_computed + item.num_tokens
+        for depth, row in enumerate(rows[1:]):
+            self.slots[self.slot(item.seq, end + depth)] = self.slots[self.slot(item.seq, end + row - 1)]
+        return Verified([drawn[row] for row in rows], None, tuple(row - 1 for row in rows[1:]))
 
     def check_reads(self, seq: Sequence, context_len: int) -> None:
         """Every position that attention reads holds this very sequence's beginning."""
@@ -93,6 +109,51 @@ class FakeExecutor:
         return seq.table.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
 
+class FakeSpeculator:
+    """Drafts of every kind, by a hash of the sequence: none, short and long chains, trees; right, wrong, and right up to a point.
+
+    learned: (nodes drafted, nodes accepted) of each draft. held: sequences it has offered drafts for and not been told to forget.
+    """
+
+    def __init__(self, max_draft: int = 6) -> None:
+        self.max_draft = max_draft
+        self.learned: list[tuple[int, int]] = []
+        self.held: set[int] = set()
+
+    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int) -> list[Draft | None]:
+        assert num_planned >= len(sequences) and all(seq.num_uncomputed == 1 for seq in sequences)
+        self.held |= {id(seq) for seq in sequences}
+        return [self.draft(seq, room) for seq, room in zip(sequences, rooms, strict=True)]
+
+    def draft(self, seq: Sequence, room: int) -> Draft | None:
+        assert room > 0
+        dice = zlib.crc32(repr((seq.token_ids, seq.index, seq.num_preemptions)).encode())
+        length = min(dice % (self.max_draft + 1), room)
+        if length == 0:
+            return None
+        right, wrong_from = list(seq.token_ids), (dice >> 8) % (length + 2)
+        for depth in range(length):
+            token = next_token(right, seq.request.draw_key, seq.index)
+            right.append(token if depth < wrong_from else (token + 1) % VOCAB_SIZE)
+        chain = right[len(seq.token_ids) :]
+        if (dice >> 16) % 2 or length < 2:
+            return Draft(tuple(chain), (0.5,) * length, "fake")
+        tokens, parents = [(chain[0] + 1) % VOCAB_SIZE], [ROOT]  # a wrong branch first, then the chain with a wrong sibling at each depth
+        last = ROOT
+        for token in chain:
+            tokens += [(token + 2) % VOCAB_SIZE, token]
+            parents += [last, last]
+            last = len(tokens) - 1
+        return Draft(tuple(tokens), (0.5,) * len(tokens), "fake", tuple(parents))
+
+    def learn(self, seq: Sequence, draft: Draft, verified: Verified) -> None:
+        assert id(seq) in self.held and verified.num_accepted <= draft.longest()
+        self.learned.append((len(draft), verified.num_accepted))
+
+    def forget(self, seq: Sequence) -> None:
+        self.held.discard(id(seq))
+
+
 @dataclass
 class FakeRun:
     """A scheduler, a pool and the fake executor, stepped together with everything checked that must hold at every step."""
@@ -104,6 +165,7 @@ class FakeRun:
     max_model_len: int = 64
     enable_prefix_caching: bool = True
     recompute_at: int | None = None
+    speculator: FakeSpeculator | None = None
     num_added: int = 0
     num_steps: int = 0
     answers: dict[tuple[int, int], tuple[list[int], str]] = field(default_factory=dict)
@@ -112,7 +174,13 @@ class FakeRun:
     def __post_init__(self) -> None:
         self.kv = KVCacheManager(self.num_blocks, self.block_size, self.enable_prefix_caching)
         self.scheduler = Scheduler(
-            self.kv, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, frozenset({EOS}), self.recompute_at
+            self.kv,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.max_model_len,
+            frozenset({EOS}),
+            self.recompute_at,
+            self.speculator,
         )
         self.executor = FakeExecutor(self.num_blocks, self.block_size)
 

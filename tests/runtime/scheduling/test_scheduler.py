@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_executor import FakeRun
+from fake_executor import FakeRun, FakeSpeculator
 
 from dspark.runtime.spec.request import Request
 from dspark.runtime.spec.sampling_params import SamplingParams
@@ -178,3 +178,42 @@ def test_an_answer_does_not_fork_a_sibling_that_was_computed_anew() -> None:
     run = FakeRun(num_blocks=64, block_size=4, max_num_seqs=1, recompute_at=9)
     run.add(request(0, prompt(7), max_tokens=6, n=2))
     run.finish(max_steps=40)
+
+
+@pytest.mark.parametrize("num_blocks", [200, 14])
+@pytest.mark.parametrize("depth", [1, 4, 8])
+def test_drafts_save_steps_and_change_no_answer(depth: int, num_blocks: int) -> None:
+    """Chains and trees, right and wrong, with room and with a pool that preempts in between: `finish` compares the answers."""
+    plain, run = (FakeRun(num_blocks=num_blocks, block_size=4, speculator=s) for s in (None, FakeSpeculator(depth)))
+    for either in (plain, run):
+        for i in range(8):
+            either.add(request(i, prompt(9 + i), max_tokens=30))
+        either.finish(max_steps=1000)
+    learned = run.speculator.learned
+    assert any(accepted >= min(depth, 4) for _, accepted in learned) and any(accepted == 0 for _, accepted in learned)
+    assert not run.speculator.held, "a sequence that ended is still held"
+    if num_blocks == 200:
+        assert run.num_steps < plain.num_steps
+
+
+def test_a_draft_takes_no_more_than_the_budget_and_the_blocks_hold() -> None:
+    """Three sequences in a full pool: nobody is preempted for a draft, and a step stays within its tokens."""
+    run = FakeRun(num_blocks=12, block_size=4, max_num_batched_tokens=8, speculator=FakeSpeculator(6))
+    for i in range(3):
+        run.add(request(i, prompt(5), max_tokens=10))
+    run.finish(max_steps=100)  # each step asserts its budget
+    assert run.scheduler.num_preemptions == 0
+    assert run.speculator.learned
+
+
+def test_no_draft_reaches_past_where_the_answer_or_the_keys_end() -> None:
+    run = FakeRun(num_blocks=64, block_size=4, max_model_len=20, recompute_at=12, speculator=FakeSpeculator(6))
+    for i in range(6):
+        run.add(request(i, prompt(4 + i), max_tokens=4 + 2 * i))
+    while run.scheduler.num_unfinished:
+        for item in run.step().scheduled:
+            end = min(20, item.seq.prompt_len + item.seq.request.params.max_tokens)
+            longest = item.draft.longest() if item.draft else 0
+            assert item.seq.num_tokens <= end, "tokens past the end"
+            assert longest <= 6
+    run.finish(max_steps=0)

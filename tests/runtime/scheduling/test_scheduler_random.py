@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fake_executor import FakeRun
+from fake_executor import FakeRun, FakeSpeculator
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -20,6 +20,8 @@ shapes = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.sampled_from([6, 7, 9, 16, 64]),
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
+        "recompute_at": st.sampled_from([None, None, 20]),
+        "speculator": st.sampled_from([None, 1, 3, 6]).map(lambda depth: depth and FakeSpeculator(depth)),
     }
 )
 requests = st.fixed_dictionaries(

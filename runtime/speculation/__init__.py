@@ -1,0 +1,1 @@
+"""Speculative decoding: who proposes tokens, how many of them are verified, and which are kept."""
