@@ -19,12 +19,14 @@ from dspark.runtime.speculation.draft import Draft, Verified
 
 
 class Speculates(Protocol):
-    """Who offers drafts; see `speculation.speculator`."""
+    """Who offers drafts; see `speculation.speculator`. max_tokens: most nodes of a draft."""
+
+    max_tokens: int
 
     def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int) -> list[Draft | None]:
         """A draft, or none, for each sequence, which is about to compute its newest token.
 
-        rooms: most tokens that each may gain from a draft. num_planned: tokens that the step computes without drafts.
+        rooms: most nodes that each draft may have; so many positions past the newest token are writable. num_planned: tokens that the step computes without drafts.
         """
 
     def learn(self, seq: Sequence, draft: Draft, verified: Verified) -> None:
@@ -123,23 +125,26 @@ class Scheduler:
 
     def _add_drafts(self, plan: SchedulerOutput, speculator: Speculates) -> None:
         """Give sequences that compute one token a draft, as far as the step's budget and the free blocks reach; nobody is preempted."""
-        items = [item for item in plan.scheduled if item.samples and item.num_tokens == 1 and self._draft_room(item.seq) > 0]
         budget = self.max_num_batched_tokens - plan.num_tokens
-        if not items or budget <= 0:
+        items = [item for item in plan.scheduled if item.samples and item.num_tokens == 1 and self._draft_room(item.seq) > 0]
+        rooms = [self._reserve(item.seq, min(self._draft_room(item.seq), speculator.max_tokens, budget)) for item in items]
+        offered = [(item, room) for item, room in zip(items, rooms, strict=True) if room > 0]
+        if not offered:
             return
-        drafts = speculator.propose([item.seq for item in items], [self._draft_room(item.seq) for item in items], plan.num_tokens)
-        for item, draft in zip(items, drafts, strict=True):
-            if draft is not None and budget > 0:
-                item.draft = self._fitted(item, draft.cut(budget))
-                budget -= len(item.draft) if item.draft else 0
+        drafts = speculator.propose([item.seq for item, _ in offered], [room for _, room in offered], plan.num_tokens)
+        for (item, room), draft in zip(offered, drafts, strict=True):
+            fitted = draft.cut(min(room, budget)) if draft is not None else None
+            if fitted is not None and len(fitted):
+                item.draft = fitted
+                budget -= len(fitted)
+            else:
+                self.kv.rewind(item.seq, item.seq.num_tokens)
 
-    def _fitted(self, item: ScheduledSequence, draft: Draft) -> Draft | None:
-        """The draft, or as much of it as the blocks hold that the sequence has or can get."""
-        seq = item.seq
-        end = seq.num_computed + item.num_tokens
-        if not self.kv.extend(seq, seq.num_computed, end + len(draft)):
-            draft = draft.cut(len(seq.table.blocks) * self.kv.block_size - end)
-        return draft if len(draft) else None
+    def _reserve(self, seq: Sequence, wanted: int) -> int:
+        """Make positions past the newest token writable: as many as wanted, or as the sequence's blocks have left. Returns how many."""
+        if wanted > 0 and not self.kv.extend(seq, seq.num_computed, seq.num_tokens + wanted):
+            return min(wanted, len(seq.table.blocks) * self.kv.block_size - seq.num_tokens)
+        return wanted
 
     def _draft_room(self, seq: Sequence) -> int:
         """Most tokens of a draft that a sequence can use: one more is gained with them, and none may pass where answer or keys end."""

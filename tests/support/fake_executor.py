@@ -117,6 +117,7 @@ class FakeSpeculator:
 
     def __init__(self, max_draft: int = 6) -> None:
         self.max_draft = max_draft
+        self.max_tokens = 2 * max_draft + 1
         self.learned: list[tuple[int, int]] = []
         self.held: set[int] = set()
 
@@ -128,7 +129,7 @@ class FakeSpeculator:
     def draft(self, seq: Sequence, room: int) -> Draft | None:
         assert room > 0
         dice = zlib.crc32(repr((seq.token_ids, seq.index, seq.num_preemptions)).encode())
-        length = min(dice % (self.max_draft + 1), room)
+        length = min(dice % (self.max_draft + 1), room // 2)
         if length == 0:
             return None
         right, wrong_from = list(seq.token_ids), (dice >> 8) % (length + 2)
