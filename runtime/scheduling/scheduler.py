@@ -26,7 +26,8 @@ class Speculates(Protocol):
     def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int) -> list[Draft | None]:
         """A draft, or none, for each sequence, which is about to compute its newest token.
 
-        rooms: most nodes that each draft may have; so many positions past the newest token are writable. num_planned: tokens that the step computes without drafts.
+        rooms: most nodes that each draft may have; so many positions past the newest token are writable. num_planned: tokens that the
+        step computes without drafts.
         """
 
     def learn(self, seq: Sequence, draft: Draft, verified: Verified) -> None:

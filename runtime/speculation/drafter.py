@@ -1,9 +1,9 @@
 """What the parts of speculation are to each other.
 
-A *drafter* is a model, or heads on the target's features, and lives where the target's model runs. Its keys and values lie in layers of their
-own behind the very block ids of the target's (the pool has more layers, the block tables are the same): a position's entry depends on the
-tokens up to it and on nothing else, so shared prefixes, copies on write, preemption and rollback hold for it without a line of its own.
-What it writes past the newest token is overwritten when the tokens there are known.
+A *drafter* is a model, or heads on the target's features, and lives where the target's model runs. Its keys and values lie in layers of
+their own behind the very block ids of the target's (the pool has more layers, the block tables are the same): a position's entry depends
+on the tokens up to it and on nothing else, so shared prefixes, copies on write, preemption and rollback hold for it without a line of its
+own. What it writes past the newest token is overwritten when the tokens there are known.
 
 A *proposer* makes drafts for sequences, from a drafter or from text alone; the *speculator* asks proposers, cuts drafts to what pays, and
 learns from what came of them. None of them can change a text: that is the verifier's (`verify`).
