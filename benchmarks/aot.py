@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from dspark.kernels.batch import AttentionBatch
 from dspark.kernels.facts import KernelFacts
+from dspark.kernels.kv_cache import KVScales
 from dspark.kernels.triton import attention, elementwise, wna16
 from dspark.kernels.triton import launch as launcher
 from dspark.kernels.wna16 import Wna16Weight
@@ -35,7 +37,9 @@ _TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
 }
+CACHE_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -110,38 +114,40 @@ def model_launches(model: ModelShape) -> Iterator[Launch]:
     tokens = 512
     x, weight, head_weight = meta(tokens, model.hidden), meta(model.hidden), meta(dim)
     cache = meta(1000, kv_heads, 16, dim)
+    coded = {kind: meta(1000, kv_heads, 16, dim, of=cache_dtype) for kind, cache_dtype in CACHE_TYPES.items()}
+    scales = KVScales(meta(kv_heads, dim, of=torch.float32), meta(kv_heads, dim, of=torch.float32))
     qkv, angle = meta(tokens, (heads + 2 * kv_heads) * dim), meta(tokens, dim // 2, of=torch.float32)
     slots, ids = meta(tokens, of=torch.int64), meta(4, of=torch.int64)
     for norm in (None, head_weight):
         name = f"{model.name}{'' if norm is None else ' q/k norm'}"
 
-        def rope(norm: torch.Tensor | None = norm) -> None:
-            elementwise.rope_store_kv(qkv, angle, angle, norm, norm, 1e-5, cache, cache, slots, heads)
-
-        yield from record(rope, name)
+        rope = partial(elementwise.rope_store_kv, qkv, angle, angle, norm, norm, 1e-5)
+        yield from record(partial(rope, cache, cache, slots, heads), name)
+        for kind, pages in coded.items():
+            yield from record(partial(rope, pages, pages, slots, heads, scales), f"{name} {kind}")
     yield from record(lambda: elementwise.rms_norm(x, weight, 1e-5), model.name)
     yield from record(lambda: elementwise.add_rms_norm(x, x, weight, 1e-5), model.name)
     yield from record(lambda: elementwise.silu_and_mul(meta(tokens, 2 * model.intermediate)), model.name)
     yield from record(lambda: elementwise.gelu_tanh_and_mul(meta(tokens, 2 * model.intermediate)), model.name)
     yield from record(lambda: elementwise.copy_blocks(cache, cache, ids, ids), model.name)
-    for queries, window, softcap in (
-        (1, None, 0),
-        (1, 4096, 0),
-        (1, 4096, 50),
-        (4, None, 0),
-        (512, None, 0),
-        (512, 4096, 0),
-        (512, 4096, 50),
+    for queries, window, softcap, kind in (
+        (1, None, 0, ""),
+        (1, 4096, 0, ""),
+        (1, 4096, 50, ""),
+        (4, None, 0, ""),
+        (512, None, 0, ""),
+        (512, 4096, 0, ""),
+        (512, 4096, 50, ""),
+        *((queries, None, 0, kind) for kind in CACHE_TYPES for queries in (1, 4, 512)),
     ):
         sequences = 64 if queries == 1 else 2
         total = sequences * queries
         ints = meta(sequences + 1, of=torch.int32), meta(sequences, of=torch.int32), meta(sequences, 256, of=torch.int32)
         batch = AttentionBatch(*ints, meta(total, of=torch.int64), meta(total, of=torch.int64), queries, 4096)
-        label = f"{model.name} n={queries}{'' if window is None else ' window'}{' softcap' if softcap else ''}"
-
-        def attend(batch: AttentionBatch = batch, total: int = total, window: int | None = window, softcap: float = softcap) -> None:
-            attention.paged_attention(meta(total, heads, dim), cache, cache, batch, dim**-0.5, window, softcap)
-
+        label = f"{model.name} n={queries}{'' if window is None else ' window'}{' softcap' if softcap else ''} {kind}".rstrip()
+        pages, steps = (coded[kind], scales) if kind else (cache, None)
+        query = meta(total, heads, dim)
+        attend = partial(attention.paged_attention, query, pages, pages, batch, dim**-0.5, window, softcap, steps)
         yield from record(attend, label)
     for bits, symmetric in ((4, True), (4, False), (8, True)):
         group = next(size for size in (128, 64, 32) if model.hidden % size == 0)

@@ -17,6 +17,7 @@ OPS = (
     "add_rms_norm",
     "rope_store_kv",
     "paged_attention",
+    "read_kv",
     "silu_and_mul",
     "gelu_tanh_and_mul",
     "moe_mlp",
@@ -27,10 +28,10 @@ OPS = (
     "make_int8_linear",
 )
 
-CACHE_OPS = ("rope_store_kv", "paged_attention", "copy_blocks")
+CACHE_OPS = ("rope_store_kv", "paged_attention", "read_kv", "copy_blocks")
 """Ops that share the KV cache. Its inner layout is the implementation's own, so one implementation takes all of them or none."""
 
-_ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope_store_kv", "silu_and_mul", "gelu_tanh_and_mul", "copy_blocks")
+_ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope_store_kv", "read_kv", "silu_and_mul", "gelu_tanh_and_mul", "copy_blocks")
 _MODULES: dict[str, dict[str, str]] = {
     "triton": {
         **dict.fromkeys(_ELEMENTWISE, "dspark.kernels.triton.elementwise"),

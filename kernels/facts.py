@@ -11,7 +11,8 @@ class KernelFacts:
 
     deterministic: every row's arithmetic must not depend on the other rows of the batch. weight_shadow: a dense copy of quantized
     weights may be kept for large batches. exact_activations: layers that quantize their inputs leave
-    them as they are (to compare weights). The rest is the model's and the cache's shape.
+    them as they are (to compare weights). cache_dtype: of the KV cache where it is an 8-bit one (see `kernels.kv_cache`), None for dtype.
+    The rest is the model's and the cache's shape.
     """
 
     device: str
@@ -24,6 +25,7 @@ class KernelFacts:
     weight_shadow: bool = False
     interpreted: bool = False
     exact_activations: bool = False
+    cache_dtype: torch.dtype | None = None
 
     @property
     def query_group(self) -> int:

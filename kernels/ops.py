@@ -13,9 +13,10 @@ from dspark.kernels.dispatch import OPS, Selection, select
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.fp8 import Fp8Weight
 from dspark.kernels.int8 import Int8Weight
+from dspark.kernels.kv_cache import KVScales
 from dspark.kernels.wna16 import Wna16Weight
 
-__all__ = ["AttentionBatch", "Fp8Weight", "Int8Weight", "KernelFacts", "Kernels", "LinearFn", "Wna16Weight"]
+__all__ = ["AttentionBatch", "Fp8Weight", "Int8Weight", "KVScales", "KernelFacts", "Kernels", "LinearFn", "Wna16Weight"]
 
 LinearFn = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,9 +34,12 @@ class Kernels:
         self.add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = bound["add_rms_norm"]
         """(x [T, H], residual [T, H], weight [H], eps) -> (normed, new residual); the residual may be updated in place"""
         self.rope_store_kv: Callable[..., torch.Tensor] = bound["rope_store_kv"]
-        """(qkv, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, num_heads) -> q [T, num_heads, D]; qkv may be overwritten"""
+        """(qkv, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, num_heads, kv_scales = None) -> q [T, num_heads, D]; qkv may
+        be overwritten. kv_scales: of an 8-bit cache"""
         self.paged_attention: Callable[..., torch.Tensor] = bound["paged_attention"]
-        """(q [T, num_heads, D], k_cache, v_cache, AttentionBatch, scale, window, softcap = 0) -> [T, num_heads * D]"""
+        """(q [T, num_heads, D], k_cache, v_cache, AttentionBatch, scale, window, softcap = 0, kv_scales = None) -> [T, num_heads * D]"""
+        self.read_kv: Callable[..., tuple[torch.Tensor, torch.Tensor]] = bound["read_kv"]
+        """(k_cache, v_cache, slot_mapping [T]) -> what is stored there, [T, num_kv_heads, D] each: the inner layout is the kernels' own"""
         self.silu_and_mul: Callable[[torch.Tensor], torch.Tensor] = bound["silu_and_mul"]
         """gate_up [T, 2 * I] -> [T, I]"""
         self.gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor] = bound["gelu_tanh_and_mul"]

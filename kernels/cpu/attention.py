@@ -1,4 +1,4 @@
-"""Paged attention that reads the pages in place, for float32 and bfloat16 caches.
+"""Paged attention that reads the pages in place, for float32, bfloat16, int8 and float8 caches.
 
 On CPU a key block is stored dimension-major, [head_dim, block_size] inside the cache's [block_size, head_dim] room: 16 keys of one
 dimension are one vector. `rope_store_kv` of this package writes them so; values keep the plain order.
@@ -17,6 +17,7 @@ from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.simd import add_values, exp_approx, prefetch, scores_16_keys, store, widen
 from dspark.kernels.cpu.views import as_array
 from dspark.kernels.facts import KernelFacts
+from dspark.kernels.kv_cache import KVScales
 
 QUERY_TILE = 16
 ROW_TILE = 4
@@ -24,6 +25,9 @@ SERIAL_SCORES = 8192
 """Up to so many scores (about 15 microseconds of work) attention runs on the calling thread."""
 BLOCKS_AHEAD = 4
 """Key blocks asked for before they are read: the pages of a sequence lie anywhere in memory, so the machine cannot guess the next one."""
+
+
+NO_SCALES = np.empty(0, np.float32)
 
 
 def supports(op: str, facts: KernelFacts) -> str | None:
@@ -64,7 +68,7 @@ def _cap(row, softcap):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _load_queries(q, source, group, num_rows, q_width, head_dim, scale, rows_q):
+def _load_queries(q, source, group, num_rows, q_width, head_dim, scale, key_scales, rows_q):
     """Widen and scale query rows: row = query * group + head in group, so that neighbours share their limits."""
     for row in range(num_rows):
         start = source + row // group * q_width + row % group * head_dim
@@ -72,16 +76,22 @@ def _load_queries(q, source, group, num_rows, q_width, head_dim, scale, rows_q):
         target = rows_q[row * head_dim : (row + 1) * head_dim]
         for d in range(head_dim):
             target[d] = widen(head[d]) * scale
+        if key_scales.shape[0]:
+            for d in range(head_dim):
+                target[d] *= key_scales[d]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _store_rows(acc, tile, row0, group, out, target, out_width, head_dim):
-    """Write accumulated rows where their queries' results belong."""
+def _store_rows(acc, tile, row0, group, value_scales, out, target, out_width, head_dim):
+    """Write accumulated rows, scaled, where their queries' results belong."""
     for r in range(tile):
         row = row0 + r
         start = target + row // group * out_width + row % group * head_dim
         head = out[start : start + head_dim]
         values = acc[r * head_dim : (r + 1) * head_dim]
+        if value_scales.shape[0]:
+            for d in range(head_dim):
+                values[d] *= value_scales[d]
         for d in range(head_dim):
             store(head, d, values[d])
 
@@ -113,11 +123,14 @@ def _attend_tasks(
     window,
     softcap,
     scratch_len,
+    k_scales,
+    v_scales,
     out,
 ):
     """One worker's share: every num_workers-th of the tasks int32 [n, 3] (sequence, first query of the tile, key/value head).
 
     shape: num_heads, num_kv_heads, block_size, head_dim. window 0 is full attention, softcap 0 is none. q rows are q_width elements apart.
+    k_scales, v_scales: of an 8-bit cache, float32 [num_kv_heads * head_dim], else empty.
     """
     num_heads, num_kv_heads, block_size, head_dim = shape
     group = num_heads // num_kv_heads
@@ -134,7 +147,8 @@ def _attend_tasks(
         num_rows = (min(first + QUERY_TILE, num_queries) - first) * group
         column = kv_head * group * head_dim
         blocks = tables[seq]
-        _load_queries(q, (start + first) * q_width + column, group, num_rows, q_width, head_dim, scale, rows_q)
+        channels = slice(kv_head * head_dim, (kv_head + 1) * head_dim)
+        _load_queries(q, (start + first) * q_width + column, group, num_rows, q_width, head_dim, scale, k_scales[channels], rows_q)
         first_limit = context - num_queries + first + 1  # keys that the first query sees
         for row0 in range(0, num_rows, ROW_TILE):
             tile = min(ROW_TILE, num_rows - row0)
@@ -166,12 +180,28 @@ def _attend_tasks(
                 offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements
                 num_keys = min(block_size, high - position)
                 add_values(tile, scores, position - low, scratch_len, v_flat, offset, head_dim, num_keys, head_dim, acc, 0, head_dim)
-            _store_rows(acc, tile, row0, group, out, (start + first) * out_width + column, out_width, head_dim)
+            _store_rows(acc, tile, row0, group, v_scales[channels], out, (start + first) * out_width + column, out_width, head_dim)
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def _attend_parallel(
-    num_workers, q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens, shape, scale, window, softcap, scratch_len, out
+    num_workers,
+    q,
+    q_width,
+    k_flat,
+    v_flat,
+    tables,
+    tasks,
+    query_start,
+    context_lens,
+    shape,
+    scale,
+    window,
+    softcap,
+    scratch_len,
+    k_scales,
+    v_scales,
+    out,
 ):
     for worker in prange(num_workers):
         _attend_tasks(
@@ -190,6 +220,8 @@ def _attend_parallel(
             window,
             softcap,
             scratch_len,
+            k_scales,
+            v_scales,
             out,
         )
 
@@ -213,6 +245,11 @@ def _cut_tasks(query_start, context_lens, num_kv_heads):
     return tasks[np.argsort(cost, kind="mergesort")]
 
 
+def flat_scales(kv_scales: KVScales | None) -> tuple[np.ndarray, np.ndarray]:
+    """Scales of keys and of values as compiled loops take them, empty for a cache without."""
+    return (NO_SCALES, NO_SCALES) if kv_scales is None else (kv_scales.k.view(-1).numpy(), kv_scales.v.view(-1).numpy())
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -221,6 +258,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float = 0.0,
+    kv_scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See `kernels.reference.attention`; the keys are dimension-major (module docstring)."""
     num_tokens, num_heads, head_dim = q.shape
@@ -247,6 +285,7 @@ def paged_attention(
         window or 0,
         np.float32(softcap),
         scratch_len,
+        *flat_scales(kv_scales),
         as_array(out.view(-1)),
     )
     if num_tokens * batch.max_context_len * num_heads <= SERIAL_SCORES:

@@ -8,18 +8,21 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from dspark.kernels.cpu.attention import flat_scales
 from dspark.kernels.cpu.attention import supports as supports_cache
 from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.simd import exp_approx, store, widen
 from dspark.kernels.cpu.views import as_array
 from dspark.kernels.facts import KernelFacts
+from dspark.kernels.kv_cache import KVScales
 
+CACHE_OPS = ("rope_store_kv", "read_kv", "copy_blocks")
 SERIAL_ELEMENTS = 32768
 """Up to so many elements (about 15 microseconds of work) an op runs on the calling thread."""
 
 
 def supports(op: str, facts: KernelFacts) -> str | None:
-    if op in ("rope_store_kv", "copy_blocks"):
+    if op in CACHE_OPS:
         return supports_cache(op, facts)
     if facts.dtype not in (torch.float32, torch.bfloat16):
         return f"is compiled for float32 and bfloat16, the dtype is {str(facts.dtype).removeprefix('torch.')}"
@@ -76,7 +79,18 @@ def _rotate_head(head, cos, sin):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _rope_store_row(row, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slot, shape):
+def _store_head(head, scales, cache, start, stride):
+    """One key or value into the cache: its numbers stand `stride` elements apart. scales: empty for a cache of the head's own dtype."""
+    if scales.shape[0]:
+        for d in range(head.shape[0]):
+            store(cache, start + d * stride, widen(head[d]) / scales[d])
+    else:
+        for d in range(head.shape[0]):
+            cache[start + d * stride] = head[d]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _rope_store_row(row, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slot, k_scales, v_scales, shape):
     """One token: norm (when there are norm weights) and rotate q and k in place, store k dimension-major and v in plain order."""
     num_heads, num_kv_heads, block_size, head_dim = shape
     block, offset = slot // block_size, slot % block_size
@@ -86,13 +100,11 @@ def _rope_store_row(row, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slot, sh
             _norm_row(head, q_norm if h < num_heads else k_norm, eps, head)
         _rotate_head(head, cos, sin)
     for h in range(num_kv_heads):
+        channels, page = slice(h * head_dim, (h + 1) * head_dim), (block * num_kv_heads + h) * head_dim * block_size
         key = row[(num_heads + h) * head_dim : (num_heads + h + 1) * head_dim]
-        start = (block * num_kv_heads + h) * head_dim * block_size + offset
-        for d in range(head_dim):
-            k_flat[start + d * block_size] = key[d]
+        _store_head(key, k_scales[channels], k_flat, page + offset, block_size)
         value = row[(num_heads + num_kv_heads + h) * head_dim : (num_heads + num_kv_heads + h + 1) * head_dim]
-        start = ((block * num_kv_heads + h) * block_size + offset) * head_dim
-        v_flat[start : start + head_dim] = value
+        _store_head(value, v_scales[channels], v_flat, page + offset * head_dim, 1)
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
@@ -148,15 +160,15 @@ def _gelu_tanh_serial(gate_up, out):
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _rope_store_parallel(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots, shape):
+def _rope_store_parallel(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots, k_scales, v_scales, shape):
     for t in prange(qkv.shape[0]):
-        _rope_store_row(qkv[t], cos[t], sin[t], q_norm, k_norm, eps, k_flat, v_flat, slots[t], shape)
+        _rope_store_row(qkv[t], cos[t], sin[t], q_norm, k_norm, eps, k_flat, v_flat, slots[t], k_scales, v_scales, shape)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _rope_store_serial(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots, shape):
+def _rope_store_serial(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots, k_scales, v_scales, shape):
     for t in range(qkv.shape[0]):
-        _rope_store_row(qkv[t], cos[t], sin[t], q_norm, k_norm, eps, k_flat, v_flat, slots[t], shape)
+        _rope_store_row(qkv[t], cos[t], sin[t], q_norm, k_norm, eps, k_flat, v_flat, slots[t], k_scales, v_scales, shape)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -203,6 +215,7 @@ def rope_store_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     num_heads: int,
+    kv_scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See `kernels.reference.elementwise`; qkv is overwritten, the result is a view of it, and keys are stored dimension-major."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
@@ -214,9 +227,16 @@ def rope_store_kv(
     run = _rope_store_serial if rows.size <= SERIAL_ELEMENTS else _rope_store_parallel
     run(
         rows, cos.numpy(), sin.numpy(), q_weight, k_weight, np.float32(eps),
-        as_array(k_cache.view(-1)), as_array(v_cache.view(-1)), slot_mapping.numpy(), shape,
+        as_array(k_cache.view(-1)), as_array(v_cache.view(-1)), slot_mapping.numpy(), *flat_scales(kv_scales), shape,
     )  # fmt: skip
     return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+
+
+def read_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.reference.elementwise`; the keys are dimension-major."""
+    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    return k_cache.view(num_blocks, num_kv_heads, head_dim, block_size)[block, :, :, offset], v_cache[block, :, offset]
 
 
 def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:

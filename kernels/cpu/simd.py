@@ -3,7 +3,8 @@
 Numba's loops vectorise well where a loop is a plain map or sum; the inner loops of attention need several accumulators held in registers,
 so these two are written as LLVM vector code. They lower to whatever the machine has (AVX-512, AVX2, NEON).
 
-bfloat16 arrays are seen as uint16: the upper half of a float32.
+bfloat16 arrays are seen as uint16: the upper half of a float32. In 8-bit caches an int8 array is what it says, a uint8 array holds float8
+numbers (e4m3fn: sign, 4 bits of exponent with bias 7, 3 of mantissa).
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from dspark.kernels.kv_cache import FP8_LIMIT, INT8_LIMIT
+
 LANES = 16
 FLOAT = ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
-I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+HALF_OVER_FP8 = 256.0
+"""A float8 number's bits, moved to where float16 (bias 15) has exponent and mantissa, are the number divided by 2**8; subnormals too."""
 
 
 @intrinsic
@@ -60,8 +65,27 @@ def round_bf16(value):
     return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
 
 
+@njit
+def round_int8(value):
+    """float32 -> int8, to nearest even, between -127 and 127. NaN becomes 0."""
+    limited = min(max(value, np.float32(-INT8_LIMIT)), np.float32(INT8_LIMIT)) if value == value else np.float32(0.0)
+    return np.int8(np.rint(limited))
+
+
+@njit
+def round_fp8(value):
+    """float32 -> float8 (e4m3fn) as uint8, to nearest even, between -448 and 448. NaN becomes 0."""
+    size = min(abs(value), np.float32(FP8_LIMIT)) if value == value else np.float32(0.0)
+    if size < np.float32(0.015625):  # a multiple of 2**-9: the sum's last mantissa bit stands for just that
+        code = float_bits(size + np.float32(16384.0)) - float_bits(np.float32(16384.0))
+    else:
+        bits = float_bits(size)
+        code = ((bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)) - np.uint32(120 << 3)
+    return np.uint8(code | np.uint32(0x80)) if value < np.float32(0.0) else np.uint8(code)
+
+
 def store(array, index, value):
-    """array[index] = value, rounded to the array's type (float32, or bfloat16 as uint16). Compiled code only."""
+    """array[index] = value, rounded to the array's type (float32, bfloat16 as uint16, int8, float8 as uint8). Compiled code only."""
     raise NotImplementedError
 
 
@@ -71,6 +95,14 @@ def _store(array, index, value):
 
         def put(array, index, value):
             array[index] = round_bf16(value)
+    elif array.dtype == types.int8:
+
+        def put(array, index, value):
+            array[index] = round_int8(value)
+    elif array.dtype == types.uint8:
+
+        def put(array, index, value):
+            array[index] = round_fp8(value)
     else:
 
         def put(array, index, value):
@@ -107,11 +139,30 @@ def element_pointer(context, builder, array_type, array, offset):
 
 def load_vector(builder, pointer, element_type):
     """16 stored elements from pointer on, widened to <16 x float>."""
+    if element_type == types.int8:
+        raw = builder.load(builder.bitcast(pointer, ir.VectorType(I8, LANES).as_pointer()), align=1)
+        return builder.sitofp(builder.sext(raw, ir.VectorType(I32, LANES)), VECTOR)
+    if element_type == types.uint8:
+        return _widen_fp8(builder, builder.load(builder.bitcast(pointer, ir.VectorType(I8, LANES).as_pointer()), align=1))
     if element_type == types.uint16:
         raw = builder.load(builder.bitcast(pointer, ir.VectorType(I16, LANES).as_pointer()), align=2)
         wide = builder.shl(builder.zext(raw, ir.VectorType(I32, LANES)), ir.Constant(ir.VectorType(I32, LANES), [16] * LANES))
         return builder.bitcast(wide, VECTOR)
     return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+
+
+def _widen_fp8(builder, raw):
+    """<16 x i8> of float8 numbers -> <16 x float>, by way of float16."""
+    halves = ir.VectorType(I16, LANES)
+
+    def all_lanes(value):
+        return ir.Constant(halves, [value] * LANES)
+
+    bits = builder.zext(raw, halves)
+    sign = builder.shl(builder.and_(bits, all_lanes(0x80)), all_lanes(8))
+    rest = builder.shl(builder.and_(bits, all_lanes(0x7F)), all_lanes(7))
+    half = builder.bitcast(builder.or_(sign, rest), ir.VectorType(ir.HalfType(), LANES))
+    return builder.fmul(builder.fpext(half, VECTOR), ir.Constant(VECTOR, [HALF_OVER_FP8] * LANES))
 
 
 def broadcast(builder, scalar):

@@ -3,6 +3,7 @@
 import torch
 
 from dspark.kernels.batch import AttentionBatch
+from dspark.kernels.kv_cache import KVScales, from_codes
 
 
 def paged_attention(
@@ -13,12 +14,13 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float = 0.0,
+    kv_scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, num_heads, D] over the pages -> [T, num_heads * D], dtype of q.
 
     Caches [num_blocks, num_kv_heads, block_size, D], already holding this step's keys and values. Query j (of n) of a sequence with
     context length c stands at position c - n + j and sees the keys up to and including its own; with a window, the last `window` of them.
-    With a softcap c, scores s become c * tanh(s / c) before the mask; 0 is none.
+    With a softcap c, scores s become c * tanh(s / c) before the mask; 0 is none. kv_scales: of an 8-bit cache (see `kernels.kv_cache`).
     """
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     num_heads = q.shape[1]
@@ -31,6 +33,8 @@ def paged_attention(
         blocks = batch.block_tables[i, : -(-context_len // block_size)].long()
         pages = (cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim) for cache in (k_cache, v_cache))
         keys, values = (page[:context_len].float() for page in pages)
+        if kv_scales is not None:
+            keys, values = from_codes(keys, kv_scales.k), from_codes(values, kv_scales.v)
         queries = q[rows].float().view(num_queries, num_kv_heads, group, head_dim)
         scores = torch.einsum("qhgd,khd->hgqk", queries, keys) * scale
         if softcap:

@@ -5,6 +5,8 @@ Shapes: T tokens, H hidden size, D head_dim. All arithmetic is float32; results 
 
 import torch
 
+from dspark.kernels.kv_cache import KVScales, to_codes
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., H] / rms(x) * weight [H]."""
@@ -50,20 +52,31 @@ def rope_store_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     num_heads: int,
+    kv_scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Norm (when given) and rotate q and k, store k and v into the cache, return q [T, num_heads, D].
 
     qkv [T, (num_heads + 2 * num_kv_heads) * D]; caches [num_blocks, num_kv_heads, block_size, D]; slot_mapping int64 [T].
+    kv_scales: of an 8-bit cache, whose numbers are made from k and v rounded to the dtype of qkv.
     """
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     q, k, v = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if kv_scales is not None:
+        k, v = to_codes(k, kv_scales.k, k_cache.dtype), to_codes(v, kv_scales.v, v_cache.dtype)
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     k_cache[block, :, offset] = k.to(k_cache.dtype)
     v_cache[block, :, offset] = v.to(v_cache.dtype)
     return q
+
+
+def read_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of some slots as they are stored, [T, num_kv_heads, D] each; slot_mapping int64 [T]. For calibration and tests."""
+    block_size = k_cache.shape[2]
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    return k_cache[block, :, offset], v_cache[block, :, offset]
 
 
 def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:

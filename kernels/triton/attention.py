@@ -6,6 +6,7 @@ import torch
 
 from dspark.kernels.batch import AttentionBatch
 from dspark.kernels.facts import KernelFacts
+from dspark.kernels.kv_cache import KVScales
 from dspark.kernels.triton import launch as launcher
 from dspark.kernels.triton import tiles
 
@@ -25,12 +26,14 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float = 0.0,
+    kv_scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, num_heads, D] over the pages -> [T, num_heads * D], dtype of q.
 
     Caches [num_blocks, num_kv_heads, block_size, D], already holding this step's keys and values. Query j (of n) of a sequence with
     context length c stands at position c - n + j and sees the keys up to and including its own; with a window, the last `window` of them.
-    With a softcap c, scores s become c * tanh(s / c) before the mask; 0 is none.
+    With a softcap c, scores s become c * tanh(s / c) before the mask; 0 is none. kv_scales: of an 8-bit cache; keys times their scales
+    are then rounded to q's dtype on the side of the query.
     A step of single-token queries takes the decode kernel, any other the prefill kernel (which runs its decode rows too).
     """
     from dspark.kernels.triton.attention_kernels import decode_kernel, prefill_kernel
@@ -44,6 +47,8 @@ def paged_attention(
     )
     launcher.require(batch.block_tables.stride(-1) == 1, lambda: "block tables must have contiguous rows")
     q = q if q.stride(-1) == 1 else q.contiguous()
+    kind, k_cache, v_cache = launcher.cache_codes(k_cache, v_cache)
+    scales = (q, q) if kv_scales is None else (kv_scales.k, kv_scales.v)  # never read for a cache of numbers
     out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype, device=q.device)
     block_d = max(16, tiles.next_power_of_two(head_dim))
     decode = batch.max_query_len <= 1
@@ -51,12 +56,12 @@ def paged_attention(
         kernel, tile = decode_kernel, tiles.decode_tile(group, block_d, q.itemsize)
         grid: tuple[int, ...] = (batch.num_sequences, num_kv_heads)
     else:
-        kernel, tile = prefill_kernel, tiles.prefill_tile(batch.max_query_len, group, block_d, q.itemsize)
+        kernel, tile = prefill_kernel, tiles.prefill_tile(batch.max_query_len, group, block_d, q.itemsize, kv_scales is not None)
         grid = (-(-batch.max_query_len // (tile.rows // group)), num_kv_heads, batch.num_sequences)
     launcher.launch(
         kernel,
         grid,
-        *(q, k_cache, v_cache, out, batch.query_start, batch.context_lens, batch.block_tables),
+        *(q, k_cache, v_cache, *scales, out, batch.query_start, batch.context_lens, batch.block_tables),
         *(q.stride(0), q.stride(1), out.stride(0), batch.block_tables.stride(0), *k_cache.stride()[:3]),
         scale * math.log2(math.e),
         GROUP=group,
@@ -67,6 +72,7 @@ def paged_attention(
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         BLOCK_D=block_d,
+        CACHE=kind,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

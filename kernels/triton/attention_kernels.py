@@ -3,10 +3,15 @@
 Rows of a tile are query heads that share one KV head (GQA packed into the tile): row r is query token r // GROUP, head r % GROUP.
 A key tile spans pages: each key's block id is gathered from the block table, so any page size works. Table entries and slots at or past
 the last key are never read. Scores and softmax are float32 in base 2 (`scale` comes multiplied by log2(e)).
+
+CACHE says what the pages hold: "number", or 8-bit "int8" or "fp8" with scales [KV heads, HEAD_DIM]. Those stand outside the loop: queries
+are multiplied by the scales of the keys, results by those of the values; in the loop 8 bits are widened in registers.
 """
 
 import triton
 import triton.language as tl
+
+from dspark.kernels.triton.codes_kernels import unit, widen
 
 
 @triton.jit
@@ -28,6 +33,7 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """Online softmax of q [BLOCK_M, BLOCK_D] over keys first_key .. end_key - 1 of one sequence and KV head.
 
@@ -48,7 +54,7 @@ def _attend(
         block = tl.load(table_ptr + key // CACHE_BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slot = block * cache_block_stride + (key % CACHE_BLOCK_SIZE) * cache_slot_stride
         at = slot[:, None] + dim[None, :]
-        k = tl.load(k_ptr + at, mask=load_mask, other=0.0).to(q.dtype)
+        k = widen(tl.load(k_ptr + at, mask=load_mask, other=0), CACHE, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP > 0:  # tanh by one exponential; the scores are in base 2, the cap is not: 1.4427 is log2(e)
             scores = SOFTCAP * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / SOFTCAP))))
@@ -61,10 +67,20 @@ def _attend(
         weights = tl.exp2(scores - anchor[:, None])
         decay = tl.exp2(peak - anchor)
         total = total * decay + tl.sum(weights, axis=1)
-        v = tl.load(v_ptr + at, mask=load_mask, other=0.0).to(q.dtype)
+        v = widen(tl.load(v_ptr + at, mask=load_mask, other=0), CACHE, q.dtype)
         acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
         peak = new_peak
     return acc, total, peak
+
+
+@triton.jit
+def _times_scale(rows, scale_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CACHE: tl.constexpr):
+    """rows [BLOCK_M, BLOCK_D] times the scales [HEAD_DIM] of an 8-bit cache, in the rows' dtype."""
+    if CACHE != "number":
+        dim = tl.arange(0, BLOCK_D)
+        scale = tl.load(scale_ptr + dim, mask=dim < HEAD_DIM, other=0.0) * unit(CACHE)
+        rows = (rows.to(tl.float32) * scale[None, :]).to(rows.dtype)
+    return rows
 
 
 @triton.jit
@@ -72,6 +88,8 @@ def decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     query_start_ptr,
     context_len_ptr,
@@ -92,6 +110,7 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """Grid (sequences, KV heads), at most one query token a sequence: its GROUP query heads are the rows of the tile."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -104,6 +123,7 @@ def decode_kernel(
     head = kv_head * GROUP + row
     mask = ((row < GROUP) & has_query)[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + token * q_token_stride + head[:, None] * q_head_stride + dim[None, :], mask=mask, other=0.0)
+    q = _times_scale(q, k_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
     position = context_len - 1 + tl.zeros([BLOCK_M], tl.int32)
     first_key = 0
     if WINDOW > 0:
@@ -126,8 +146,9 @@ def decode_kernel(
         BLOCK_M,
         BLOCK_N,
         BLOCK_D,
+        CACHE,
     )
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = _times_scale(acc / tl.where(total == 0.0, 1.0, total)[:, None], v_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
     out_at = out_ptr + token * out_token_stride + head[:, None] * HEAD_DIM + dim[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -137,6 +158,8 @@ def prefill_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     query_start_ptr,
     context_len_ptr,
@@ -157,6 +180,7 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """Grid (query tiles of the longest sequence, KV heads, sequences): BLOCK_M // GROUP query tokens of one sequence a program.
 
@@ -179,6 +203,7 @@ def prefill_kernel(
         token = (start + query).to(tl.int64)
         q_at = q_ptr + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
         q = tl.load(q_at, mask=mask, other=0.0)
+        q = _times_scale(q, k_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
         first_position = context_len - num_queries + first_query
         position = first_position + row // GROUP
         end_key = tl.minimum(first_position + QUERIES, context_len)
@@ -203,7 +228,8 @@ def prefill_kernel(
             BLOCK_M,
             BLOCK_N,
             BLOCK_D,
+            CACHE,
         )
-        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = _times_scale(acc / tl.where(total == 0.0, 1.0, total)[:, None], v_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
         out_at = out_ptr + token[:, None] * out_token_stride + head[:, None] * HEAD_DIM + dim[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)

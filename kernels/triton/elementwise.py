@@ -5,13 +5,15 @@ from typing import Any
 import torch
 
 from dspark.kernels.facts import KernelFacts
+from dspark.kernels.kv_cache import KVScales
+from dspark.kernels.reference.elementwise import read_kv as read_kv  # plain torch, and this package keeps the reference's cache layout
 from dspark.kernels.triton import launch as launcher
 from dspark.kernels.triton import tiles
 
 
 def supports(op: str, facts: KernelFacts) -> str | None:
     """None, or why these kernels do not take the op."""
-    if op == "rope_store_kv" and facts.deterministic:  # a CPU attention may lay out the cache in its own way: store and read as one
+    if op in ("rope_store_kv", "read_kv") and facts.deterministic:  # a CPU attention may lay out the cache in its own way
         return "paged_attention declines deterministic runs, and both share one cache layout"
     return launcher.decline(facts) or (launcher.decline_head_dim(facts) if op == "rope_store_kv" else None)
 
@@ -81,11 +83,12 @@ def rope_store_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     num_heads: int,
+    kv_scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Norm (when given) and rotate q and k, store k and v into the cache, return q [T, num_heads, D].
 
     qkv [T, (num_heads + 2 * num_kv_heads) * D]; cos, sin float32 [T, R / 2], R <= D; caches [num_blocks, num_kv_heads, block_size, D];
-    slot_mapping int64 [T]. A token whose slot is negative is not stored (padding of a captured graph).
+    slot_mapping int64 [T]. A token whose slot is negative is not stored (padding of a captured graph). kv_scales: of an 8-bit cache.
     """
     from dspark.kernels.triton.elementwise_kernels import rope_store_kv_kernel
 
@@ -102,10 +105,12 @@ def rope_store_kv(
     block_heads = tiles.rope_heads(block_d, total_heads)
     normed = q_norm is not None and k_norm is not None
     norms = (q_norm, k_norm) if normed else (qkv, qkv)  # never read without QK_NORM
+    kind, k_cache, v_cache = launcher.cache_codes(k_cache, v_cache)
+    scales = (cos, cos) if kv_scales is None else (kv_scales.k, kv_scales.v)  # never read for a cache of numbers
     launcher.launch(
         rope_store_kv_kernel,
         (num_tokens, -(-total_heads // block_heads)),
-        *(qkv, cos, sin, *norms, q, k_cache, v_cache, slot_mapping),
+        *(qkv, cos, sin, *norms, q, k_cache, v_cache, *scales, slot_mapping),
         *(qkv.stride(0), cos.stride(0), sin.stride(0), *k_cache.stride()[:3], num_heads, num_kv_heads, eps),
         HEAD_DIM=head_dim,
         HALF=cos.shape[-1],
@@ -113,6 +118,7 @@ def rope_store_kv(
         BLOCK_HEADS=block_heads,
         BLOCK_D=block_d,
         QK_NORM=normed,
+        CACHE=kind,
         num_warps=4,
     )
     return q
@@ -123,6 +129,7 @@ def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tens
     from dspark.kernels.triton.elementwise_kernels import copy_blocks_kernel
 
     launcher.require(k_cache.is_contiguous() and v_cache.is_contiguous(), lambda: "copy_blocks needs contiguous caches")
+    _, k_cache, v_cache = launcher.cache_codes(k_cache, v_cache)
     elements = k_cache[0].numel()
     grid = (source.shape[0], -(-elements // tiles.COPY_BLOCK))
     stride = k_cache.stride(0)

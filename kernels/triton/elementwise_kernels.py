@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from dspark.kernels.triton.codes_kernels import encode
+
 
 @triton.jit
 def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, hidden, x_stride, out_stride, eps, BLOCK: tl.constexpr):
@@ -69,6 +71,8 @@ def rope_store_kv_kernel(
     q_out_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     slot_ptr,
     qkv_stride,
     cos_stride,
@@ -85,6 +89,7 @@ def rope_store_kv_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     QK_NORM: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """One program a token and BLOCK_HEADS of its q, k and v heads, whole heads in registers.
 
@@ -132,10 +137,16 @@ def rope_store_kv_kernel(
     slot = tl.load(slot_ptr + token)
     stored = mask & (slot >= 0)
     cache_at = (slot // CACHE_BLOCK_SIZE) * cache_block_stride + (slot % CACHE_BLOCK_SIZE) * cache_slot_stride
-    k_at = k_cache_ptr + cache_at + (head - num_heads)[:, None].to(tl.int64) * cache_head_stride + dim[None, :]
-    tl.store(k_at, turned.to(k_cache_ptr.dtype.element_ty), mask=stored & is_k[:, None])
-    v_at = v_cache_ptr + cache_at + (head - num_heads - num_kv_heads)[:, None].to(tl.int64) * cache_head_stride + dim[None, :]
-    tl.store(v_at, raw.to(v_cache_ptr.dtype.element_ty), mask=stored & is_v[:, None])
+    k_head, v_head = (head - num_heads)[:, None].to(tl.int64), (head - num_heads - num_kv_heads)[:, None].to(tl.int64)
+    k_mask, v_mask = stored & is_k[:, None], stored & is_v[:, None]
+    k, v = turned.to(tl.float32), raw.to(tl.float32)
+    if CACHE != "number":
+        k = k / tl.load(k_scale_ptr + k_head * HEAD_DIM + dim[None, :], mask=k_mask, other=1.0)
+        v = v / tl.load(v_scale_ptr + v_head * HEAD_DIM + dim[None, :], mask=v_mask, other=1.0)
+    k_at = k_cache_ptr + cache_at + k_head * cache_head_stride + dim[None, :]
+    tl.store(k_at, encode(k, CACHE, k_cache_ptr.dtype.element_ty), mask=k_mask)
+    v_at = v_cache_ptr + cache_at + v_head * cache_head_stride + dim[None, :]
+    tl.store(v_at, encode(v, CACHE, v_cache_ptr.dtype.element_ty), mask=v_mask)
 
 
 @triton.jit

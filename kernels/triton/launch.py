@@ -52,6 +52,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **config: Any) -> Non
         kernel[grid](*args, **config)
 
 
+def cache_codes(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """("number", "int8" or "fp8", the caches as kernels take them): float8 as uint8, since GPUs before 8.9 have no such type."""
+    if k_cache.dtype == torch.float8_e4m3fn:
+        return "fp8", k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    return "int8" if k_cache.dtype == torch.int8 else "number", k_cache, v_cache
+
+
 def require(condition: bool, text: Callable[[], str]) -> None:
     """Raise ValueError(text()) unless the condition holds: a shape that no kernel here can run is a programming error."""
     if not condition:

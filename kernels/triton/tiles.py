@@ -48,10 +48,11 @@ def decode_tile(group: int, head_block: int, itemsize: int) -> AttentionTile:
     return AttentionTile(rows, 64, 4, 3) if head_block <= 128 else AttentionTile(rows, 32, 4, 2)
 
 
-def prefill_tile(max_query_len: int, group: int, head_block: int, itemsize: int) -> AttentionTile:
+def prefill_tile(max_query_len: int, group: int, head_block: int, itemsize: int, coded: bool = False) -> AttentionTile:
     """Several query tokens: rows are query tokens times group, no more than the longest sequence can fill.
 
-    8 warps where the float32 accumulator of 4 would fill the registers (sm_80 spilled at 64 rows x head_dim 128).
+    8 warps where the float32 accumulator of 4 would fill the registers (sm_80 spilled at 64 rows x head_dim 128). coded: of an 8-bit cache,
+    whose keys are widened in registers on their way: half as many at a time where the accumulator is large (sm_80 spilled at 128 x 128).
     """
     least = max(16, next_power_of_two(group))
     if itemsize == 4:
@@ -59,7 +60,7 @@ def prefill_tile(max_query_len: int, group: int, head_block: int, itemsize: int)
     most = 128 if head_block <= 128 else 64
     rows = max(least, min(most, next_power_of_two(max_query_len * group)))
     warps = 8 if rows * head_block >= 64 * 128 else 4
-    return AttentionTile(rows, 64 if head_block <= 128 else 32, warps, 2)
+    return AttentionTile(rows, 64 if head_block <= (64 if coded else 128) else 32, warps, 2)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dspark.kernels.reference.attention import paged_attention
 
 def naive(case: Case, dtype: torch.dtype) -> torch.Tensor:
     """Each sequence gathered by slot, through scaled_dot_product_attention in float64 with an explicit mask."""
-    q, k_cache, v_cache, batch, scale, window, softcap = case.args(dtype)
+    q, k_cache, v_cache, batch, scale, window, softcap, kv_scales = case.args(dtype)
     num_heads, block_size, head_dim = q.shape[1], k_cache.shape[2], q.shape[2]
     outputs = []
     for i in range(batch.num_sequences):
@@ -20,8 +20,10 @@ def naive(case: Case, dtype: torch.dtype) -> torch.Tensor:
         context = int(batch.context_lens[i])
         keys, values = (
             torch.stack([cache[int(batch.block_tables[i, p // block_size]), :, p % block_size] for p in range(context)], 1).double()
-            for cache in (k_cache, v_cache)
+            for cache in (k_cache.float(), v_cache.float())
         )
+        if kv_scales is not None:
+            keys, values = keys * kv_scales.k[:, None].double(), values * kv_scales.v[:, None].double()
         mask = torch.zeros(last - first, context, dtype=torch.bool)
         for row in range(last - first):
             position = context - (last - first) + row

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from cache_cases import CACHE_SHAPES, MIXED, draw_caches, poisoned
 
 from dspark.kernels.batch import AttentionBatch
 from dspark.kernels.dispatch import implementation
@@ -21,7 +22,6 @@ from dspark.kernels.packing import pack_codes
 from dspark.kernels.wna16 import Wna16Weight
 
 EPS = 1e-5
-NAN = float("nan")
 Args = tuple[Any, ...]
 
 
@@ -67,24 +67,27 @@ def rope_store_kv_args(
     rotary_dim: int | None = None,
     qk_norm: bool = False,
     block_size: int = 16,
+    cache: str | None = None,
 ) -> Args:
-    """(qkv, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, num_heads); slots are scattered, no two alike."""
+    """(qkv, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, num_heads, kv_scales); slots are scattered, no two alike."""
     g = _generator(seed)
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     num_blocks = max(1, 2 * -(-num_tokens // block_size))
     qkv = _randn(g, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     angle = torch.rand(num_tokens, rotary_dim // 2, generator=g) * 2 * math.pi
     q_norm, k_norm = ((1 + 0.1 * _randn(g, head_dim, dtype=dtype)) if qk_norm else None for _ in range(2))
-    k_cache, v_cache = (_randn(g, num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype) for _ in range(2))
+    k_cache, v_cache, kv_scales = draw_caches(g, (num_blocks, num_kv_heads, block_size, head_dim), dtype, cache)
     slots = torch.randperm(num_blocks * block_size, generator=g)[:num_tokens]
-    return qkv, angle.cos(), angle.sin(), q_norm, k_norm, EPS, k_cache, v_cache, slots, num_heads
+    return qkv, angle.cos(), angle.sin(), q_norm, k_norm, EPS, k_cache, v_cache, slots, num_heads, kv_scales
 
 
-def copy_blocks_args(dtype: torch.dtype, seed: int, num_pairs: int, num_kv_heads: int, head_dim: int, block_size: int = 16) -> Args:
+def copy_blocks_args(
+    dtype: torch.dtype, seed: int, num_pairs: int, num_kv_heads: int, head_dim: int, block_size: int = 16, cache: str | None = None
+) -> Args:
     """(k_cache, v_cache, source [n], target [n])"""
     g = _generator(seed)
     num_blocks = 2 * num_pairs + 3
-    k_cache, v_cache = (_randn(g, num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype) for _ in range(2))
+    k_cache, v_cache, _ = draw_caches(g, (num_blocks, num_kv_heads, block_size, head_dim), dtype, cache)
     order = torch.randperm(num_blocks, generator=g)
     return k_cache, v_cache, order[:num_pairs], order[num_pairs : 2 * num_pairs]
 
@@ -133,22 +136,20 @@ def paged_attention_args(
     head_dim: int,
     block_size: int = 16,
     window: int | None = None,
-    poison: float = NAN,
     softcap: float = 0.0,
+    cache: str | None = None,
 ) -> Args:
-    """(q, k_cache, v_cache, batch, scale, window, softcap). Slots that no query may see hold `poison`: it must not reach the output."""
+    """(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales). Slots that no query may see are poisoned."""
     g = _generator(seed)
     batch, num_blocks = attention_batch(sequences, block_size, seed)
     q = _randn(g, batch.num_tokens, num_heads, head_dim, dtype=dtype)
-    caches = []
     owned = torch.zeros(num_blocks * block_size, dtype=torch.bool)
     for i, (_, context) in enumerate(sequences):
         position = torch.arange(context)
         owned[batch.block_tables[i, position // block_size].long() * block_size + position % block_size] = True
-    for _ in range(2):
-        cache = _randn(g, num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype)
-        caches.append(torch.where(owned.view(num_blocks, 1, block_size, 1), cache, torch.tensor(poison, dtype=dtype)))
-    return q, caches[0], caches[1], batch, head_dim**-0.5, window, softcap
+    k_cache, v_cache, kv_scales = draw_caches(g, (num_blocks, num_kv_heads, block_size, head_dim), dtype, cache)
+    k_cache, v_cache = (poisoned(drawn, owned.view(num_blocks, 1, block_size, 1)) for drawn in (k_cache, v_cache))
+    return q, k_cache, v_cache, batch, head_dim**-0.5, window, softcap, kv_scales
 
 
 # ---- linear --------------------------------------------------------------------------------------------------------------------
@@ -223,7 +224,6 @@ _MAKERS = {
     "make_dense_linear": dense_linear_args,
     "make_wna16_linear": wna16_linear_args,
 }
-_MIXED = [(1, 1), (7, 7), (1, 33), (5, 40), (1, 16)]  # prefill, decode and chunks of prefill side by side
 _SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     op: {
         "empty": {"num_tokens": 0, "hidden": 64},
@@ -281,8 +281,8 @@ _SHAPES |= {
         "softcap": {"sequences": [(1, 33), (20, 41)], "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "softcap": 0.5},
         "softcap_window": {"sequences": [(1, 70), (9, 40)], "num_heads": 2, "num_kv_heads": 1, "head_dim": 256}
         | {"softcap": 50.0, "window": 20},
-        "mixed": {"sequences": _MIXED, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
-        "mixed_block_32": {"sequences": _MIXED, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "block_size": 32},
+        "mixed": {"sequences": MIXED, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+        "mixed_block_32": {"sequences": MIXED, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "block_size": 32},
     },
     "make_dense_linear": {
         "empty": {"num_tokens": 0, "in_features": 64, "out_features": 32},
@@ -304,7 +304,8 @@ _SHAPES |= {
     },
 }
 CASES: dict[str, list[Case]] = {
-    op: [Case(op, name, _MAKERS[op], shape) for name, shape in shapes.items()] for op, shapes in _SHAPES.items()
+    op: [Case(op, name, _MAKERS[op], shape) for name, shape in {**shapes, **CACHE_SHAPES.get(op, {})}.items()]
+    for op, shapes in _SHAPES.items()
 }
 ALL_CASES: list[Case] = [case for cases in CASES.values() for case in cases]
 
@@ -379,6 +380,7 @@ def random_cases(op: str, seed: int, count: int) -> list[Case]:
                 "block_size": rng.choice([8, 16, 32]),
                 "window": rng.choice([None, None, rng.randint(1, 90)]),
                 "softcap": rng.choice([0.0, 0.0, 2.0]),
+                "cache": rng.choice([None, None, "int8", "fp8"]),
             }
         else:
             group_size = rng.choice([32, 64, 128])
