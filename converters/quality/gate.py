@@ -60,8 +60,8 @@ def check(
     """Raise QualityError (exit code 6) when a limit is broken.
 
     Its line has the measured value and the limit, the worst layers, and the flags of `dspark quantize` that are likely to stay within it.
-    quant and layers: of the candidate, as its manifest has them. default_group_size: the one that `dspark quantize` takes for 4 bits on this
-    model. outcome: what came of the candidate, said before the remedy ("" for nothing to say).
+    quant and layers: of the candidate, as its manifest has them. default_group_size: what `dspark quantize` takes for 4 bits on this model.
+    outcome: what came of the candidate, said before the remedy ("" for nothing to say).
     """
     broken = violations(comparison, limits)
     if not broken:

@@ -11,17 +11,16 @@ from dspark.runtime.spec.quant import QuantConfig, QuantScheme
 LayersReport = Mapping[str, Mapping[str, Any]]
 """Module -> its entry in `manifest.quality["layers"]`. Keys that are read here:
 
-    output_sqnr_db  signal to error of the module's outputs on calibration data, in dB; None or absent when nothing was calibrated
-    sqnr_db         the same of its weights
+    output_sqnr_db  signal to error of the module's outputs on calibration data, in dB; absent where that is not known
+    sqnr_db         the same of its weights; None for a weight without error
     bytes           of what is stored
 """
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One module. error_db: power of the error relative to the signal, so that a larger number is worse; None for an exact copy.
-
-    of_outputs: whether that is measured on the module's outputs, else on its weights.
+    """One module. error_db: power of the error relative to the signal, so that a larger number is worse; None where there is none or where
+    it is not known. of_outputs: whether the table is of the modules' outputs, else of their weights.
     """
 
     module: str
@@ -41,8 +40,8 @@ class LayerRow:
 
 
 def layer_rows(quant: QuantConfig | None, layers: LayersReport) -> list[LayerRow]:
-    """Rows in the report's order. The modules of one engine are measured alike: on outputs when every one of them was."""
-    of_outputs = bool(layers) and all("output_sqnr_db" in entry for entry in layers.values())
+    """Rows in the report's order. All have the same measure, to be ranked by: outputs where those of any module were measured."""
+    of_outputs = any(entry.get("output_sqnr_db") is not None for entry in layers.values())
     key = "output_sqnr_db" if of_outputs else "sqnr_db"
     return [
         LayerRow(module, quant.scheme_for(module) if quant else None, _error(entry.get(key)), of_outputs, int(entry.get("bytes", 0)))
@@ -63,7 +62,7 @@ def layer_table(rows: list[LayerRow]) -> list[str]:
     for row in rows:
         scheme = "dense" if row.scheme is None else row.scheme.describe()
         bits = "" if row.bits is None else str(row.bits)
-        error = "none" if row.error_db is None else f"{row.error_db:.2f} dB"
+        error = "-" if row.error_db is None else f"{row.error_db:.2f} dB"
         lines.append(f"{row.module:<{width}}  {scheme:<20}  {bits:>4}  {error:>16}  {row.num_bytes:>12,}")
     return lines
 

@@ -29,6 +29,9 @@ from dspark.runtime.spec.quant import QuantConfig
 CHUNK_BYTES = 32 << 20
 """Bytes of one stretch's logits in float32; a comparison holds a few arrays of this size."""
 
+LARGEST_EXPONENT = 700.0
+"""exp of more is no float64."""
+
 Samples = Sequence[Sequence[int]]
 Progress = Callable[[int, int], None]
 """(done, in all): layers of `final_states`, scored tokens of `score` and `compare`."""
@@ -63,7 +66,7 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.mean_nll)
+        return math.exp(self.mean_nll) if self.mean_nll < LARGEST_EXPONENT else math.inf
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ class Comparison:
     """A candidate against its baseline on the same samples.
 
     KL in nats: mean, exact 99th percentile (linear between ranks) and largest over the scored tokens. top1_agreement: 0 to 1.
-    Standard errors are over samples, whose tokens depend on each other, and None for fewer than two; the one of the increase is paired:
-    it is that of the samples' differences, in which their own difficulty has no part.
+    Standard errors are over samples, whose tokens depend on each other, and None for fewer than two. log_ratio_se: of the logarithm of the
+    perplexities' ratio, paired: it is that of the samples' differences, in which their own difficulty has no part.
     """
 
     baseline: Scores
@@ -82,12 +85,18 @@ class Comparison:
     p99_kl: float
     max_kl: float
     top1_agreement: float
-    ppl_increase_se: float | None
+    log_ratio_se: float | None
 
     @property
     def ppl_increase(self) -> float:
         """How much larger the candidate's perplexity is, in percent of the baseline's."""
-        return 100.0 * math.expm1(self.candidate.mean_nll - self.baseline.mean_nll)
+        difference = self.candidate.mean_nll - self.baseline.mean_nll
+        return 100.0 * math.expm1(difference) if difference < LARGEST_EXPONENT else math.inf
+
+    @property
+    def ppl_increase_se(self) -> float | None:
+        """Standard error of `ppl_increase`, in the same percent."""
+        return None if self.log_ratio_se is None else (100.0 + self.ppl_increase) * self.log_ratio_se
 
 
 def final_states(
@@ -140,8 +149,6 @@ def compare(baseline: FinalStates, candidate: FinalStates, samples: Samples, pro
         kl[part] = torch.sub(log_base, log_probs, out=log_probs).mul_(log_base.exp_()).sum(-1).clamp_(min=0.0).double().cpu()
         if progress is not None:
             progress(part.stop, len(scored))
-    difference = nll - base_nll
-    increase_se = scored.standard_error(difference)
     return Comparison(
         baseline=Scores(len(scored), float(base_nll.mean())),
         candidate=Scores(len(scored), float(nll.mean())),
@@ -150,7 +157,7 @@ def compare(baseline: FinalStates, candidate: FinalStates, samples: Samples, pro
         p99_kl=percentile(kl, 0.99),
         max_kl=float(kl.max()),
         top1_agreement=float(agree.mean()),
-        ppl_increase_se=None if increase_se is None else 100.0 * increase_se * math.exp(float(difference.mean())),
+        log_ratio_se=scored.standard_error(nll - base_nll),
     )
 
 

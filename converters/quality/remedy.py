@@ -1,8 +1,8 @@
 """What to quantize with instead, when the measured loss is beyond a limit: a ladder of choices, smallest engine first.
 
-Each rung has an estimate of the error's power relative to the present choice; the first one that is estimated to stay within the limit, with
-a margin, is proposed. Estimates are rough on purpose: a step halves with each bit (6 dB, a factor of 4 in power), the other factors are
-those below. What is proposed is measured again by the same gate.
+Each rung has an estimate of the error's power relative to the present choice; the first one that is estimated to stay within the limit,
+with a margin, is proposed. Estimates are rough on purpose: a step halves with each bit (6 dB, a factor of 4 in power), the other factors
+are those below. What is proposed is measured again by the same gate.
 """
 
 from __future__ import annotations
