@@ -46,8 +46,9 @@ class EvalOptions:
 
 
 def eval(console: Console, options: EvalOptions) -> int:
-    """Measure an engine: perplexity, and with --baseline the KL divergence and how often the likeliest token agrees.
+    """Perplexity of an engine, and how far it is from a baseline.
 
+    With --baseline: KL divergence of the next token's distribution, mean and 99th percentile, and how often the likeliest token agrees.
     Exit code 6: a limit (--max-kl, --max-ppl-increase) is broken.
     """
     if options.text is None and options.prompts is None:

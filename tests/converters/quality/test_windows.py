@@ -151,9 +151,8 @@ def test_lines_that_cannot_be_served_are_left_out_and_counted(tmp_path: Path) ->
     path = lines_file(tmp_path, {"prompt": [5, 6, 7]}, "{broken", {"prompt": [9]}, {"prompt": [400, 1]}, {"prompt": list(range(3, 43))})
     found = line_samples(path, codec, CONFIG, 8)
     assert found.samples == [[5, 6, 7], list(range(3, 11))]
-    assert found.notes[0] == "1 lines are longer and cut" and found.notes[1].startswith(
-        "3 lines cannot be served and are left out, the first: line 2"
-    )
+    assert found.notes[0] == "1 line is longer and cut"
+    assert found.notes[1].startswith("3 that cannot be served left out, the first is line 2: ")
 
 
 def test_the_bound_on_tokens_cuts_the_last_line(tmp_path: Path) -> None:
