@@ -5,27 +5,30 @@ import torch
 from dspark.kernels.packing import unpack_codes
 
 
-def group_range(groups: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest value of each group (last dimension), widened to hold zero; mirrored when symmetric."""
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+def group_range(low: torch.Tensor, high: torch.Tensor, symmetric: bool, mirror_always: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """The range that a group's codes must reach, from its smallest and largest value: it holds zero, and is mirrored when symmetric.
+
+    A group of zeros gets -1 to 1. mirror_always False is AutoGPTQ's rule: a group without negative values is not mirrored, and what lies
+    above the symmetric codes' upper half is cut.
+    """
+    low, high = low.clamp(max=0), high.clamp(min=0)
     if symmetric:
         bound = torch.maximum(-low, high)
-        return -bound, bound
-    return low, high
+        low, high = (-bound if mirror_always else torch.where(low < 0, -bound, low)), bound
+    empty = (low == 0) & (high == 0)
+    return low.masked_fill(empty, -1.0), high.masked_fill(empty, 1.0)
 
 
-def scale_and_zero(low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step size and zero point (as floats) that map [low, high] onto the codes 0 .. 2**bits - 1. A group of zeros gets scale 1."""
-    max_code = 2**bits - 1
-    scale = (high - low) / max_code
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    zero = torch.full_like(scale, 2.0 ** (bits - 1)) if symmetric else torch.round(-low / scale).clamp(0, max_code)
-    return scale, zero
+def zero_point(low: torch.Tensor, scale: torch.Tensor, bits: int, symmetric: bool) -> torch.Tensor:
+    """The code that stands for zero (a float): in the middle when symmetric, else where it lets the codes begin nearest to `low`."""
+    if symmetric:
+        return torch.full_like(scale, 2.0 ** (bits - 1))
+    return torch.round(-low / scale).clamp_(0, 2**bits - 1)
 
 
-def quantize_groups(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes (float, whole numbers) of groups [..., g] for scale and zero [...]."""
-    return torch.round(groups / scale[..., None] + zero[..., None]).clamp(0, 2**bits - 1)
+def round_to_codes(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes (floats, whole numbers): round(weight / scale) + zero, ties to even, cut to 0 .. 2**bits - 1. Shapes broadcast."""
+    return torch.round(weight / scale).add_(zero).clamp_(0, 2**bits - 1)
 
 
 def dequantize_wna16(

@@ -122,10 +122,9 @@ def requantize(weight: torch.Tensor, scheme: QuantScheme) -> Any:
     import torch
 
     if scheme.storage == "wna16":
-        from dspark.converters.quantizers.base import SolverOptions
-        from dspark.converters.quantizers.rtn import CLIP_RATIOS, quantize_rtn
+        from dspark.converters.quantizers.rtn import quantize_rtn
 
-        return quantize_rtn(weight, scheme, options=SolverOptions(clip=scheme.weight_bits in CLIP_RATIOS)).weight
+        return quantize_rtn(weight, scheme).weight
     if scheme.storage == "int8":
         from dspark.kernels.int8 import Int8Weight
 
@@ -158,6 +157,6 @@ def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _sqnr_db(signal: torch.Tensor, stored: torch.Tensor) -> float | None:
-    from dspark.converters.quantizers.rtn import sqnr_db
+    from dspark.converters.quantizers.measure import decibels, energy
 
-    return sqnr_db(float(signal.double().square().sum()), float((stored.double() - signal.double()).square().sum()))
+    return decibels(energy(signal), energy(stored.double() - signal.double()))

@@ -30,9 +30,10 @@ class SolverOptions:
     each group's whole range. act_order: GPTQ treats the inputs with the largest second moment first. static_groups: groups stay neighbours
     in the original order when act_order permutes; False makes groups of the permuted inputs, and the permutation is stored
     (`stored_scheme`). damp: what is added to the Hessian's diagonal, relative to its mean. block_columns: inputs that GPTQ treats between
-    two updates of the rest. gptaq_alpha: strength of GPTAQ's correction for the inputs' own error, 0.25 in its paper; None is off; needs
-    statistics with `cross`. legacy: AutoGPTQ's ranges, steps and clipping search instead of ours, so that its codes are reproduced one for
-    one: symmetric ranges are mirrored only where there is a negative weight, steps stay in float32 until they are stored.
+    two updates of the rest. min_tokens: with fewer, what needs statistics rounds to nearest instead. gptaq_alpha: strength of GPTAQ's
+    correction for the inputs' own error, 0.25 in its paper; None is off; needs statistics with `cross`. legacy: AutoGPTQ's rules instead of
+    ours, so that its codes are reproduced one for one: symmetric ranges are mirrored only where there is a negative weight, steps are not
+    rounded, weights of inputs that were always zero become zero, and the clipping search is its own.
     """
 
     clip: bool = True
@@ -40,6 +41,7 @@ class SolverOptions:
     static_groups: bool = True
     damp: float = 0.01
     block_columns: int = 128
+    min_tokens: int = 1
     gptaq_alpha: float | None = None
     legacy: bool = False
 
@@ -83,7 +85,7 @@ Quantizer = Callable[[torch.Tensor, QuantScheme, LayerStatistics | None, SolverO
 
 A pure function. Raises InputError for a weight that is not finite, ValueError for a scheme that does not fit the weight.
 """
-METHODS: dict[str, str] = {"rtn": "rtn:quantize_rtn"}
+METHODS: dict[str, str] = {"rtn": "rtn:quantize_rtn", "gptq": "gptq:quantize_gptq"}
 """Method -> file and function. A method that needs statistics rounds to nearest without them, and says so in the notes."""
 
 

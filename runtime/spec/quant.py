@@ -87,12 +87,20 @@ class QuantScheme:
         return scheme
 
 
-PRESETS: dict[str, QuantScheme] = {
-    "w8a16": QuantScheme("w8a16", 8, True),
-    "w8a16-asym": QuantScheme("w8a16-asym", 8, False),
-    "w4a16": QuantScheme("w4a16", 4, True),
-    "w4a16-asym": QuantScheme("w4a16-asym", 4, False),
-}
+def _presets() -> dict[str, QuantScheme]:
+    integers = [
+        QuantScheme(f"w{bits}a16{suffix}", bits, symmetric) for bits in (8, 4, 3, 2) for suffix, symmetric in (("", True), ("-asym", False))
+    ]
+    eights = [
+        QuantScheme("w8a8", 8, storage="int8"),
+        QuantScheme("fp8", 8, storage="fp8", block=(1, -1)),
+        QuantScheme("fp8-block", 8, storage="fp8", block=(128, 128)),
+    ]
+    return {scheme.name: scheme for scheme in (*integers, *eights)}
+
+
+PRESETS: dict[str, QuantScheme] = _presets()
+"""Public name -> scheme, before group size and method are decided."""
 
 
 @dataclass(frozen=True)

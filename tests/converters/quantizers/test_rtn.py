@@ -13,6 +13,8 @@ from dspark.converters.quantizers.rtn import quantize_rtn
 from dspark.kernels.packing import pack_codes, unpack_codes
 from dspark.runtime.spec.quant import PRESETS, preset
 
+WORDS = [name for name, scheme in PRESETS.items() if scheme.storage == "wna16"]
+
 
 def scheme(name: str, group_size: int = -1):
     return replace(preset(name), group_size=group_size)
@@ -75,7 +77,7 @@ def test_packing_round_trip(bits: int, inputs: int) -> None:
     assert packed.shape == (math.ceil(inputs * bits / 32), 7) and torch.equal(unpack_codes(packed, bits, inputs), codes)
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", WORDS)
 @pytest.mark.parametrize("group_size", [32, -1])
 def test_clipping_is_never_worse_in_any_group(name: str, group_size: int) -> None:
     """Heavy tails, where clipping pays, and flat weights, where it does not."""
@@ -94,7 +96,7 @@ def test_clipping_is_never_worse_in_any_group(name: str, group_size: int) -> Non
         assert with_clip.sum() < 0.95 * without.sum()  # measured 0.87 and 0.91: the search does find something
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", WORDS)
 def test_codes_belong_to_the_step_as_it_is_stored(name: str) -> None:
     """The step is rounded to float16 first: the stored numbers reproduce the codes, so no weight is off by a rounding of the step."""
     weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(5)) * 0.03
@@ -114,7 +116,7 @@ def test_codes_belong_to_the_step_as_it_is_stored(name: str) -> None:
     assert bool((error <= step * 0.5001)[inside].all())
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", WORDS)
 def test_an_all_zero_group_is_exactly_zero(name: str) -> None:
     weight = torch.randn(4, 64)
     weight[1], weight[2, :32] = 0, 0
@@ -147,9 +149,9 @@ def test_reported_noise_is_the_noise_of_the_dense_weight() -> None:
 
 
 def test_rows_do_not_depend_on_how_they_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(4))
+    weight = torch.randn(200, 64, generator=torch.Generator().manual_seed(4))
     whole = quantize_rtn(weight, scheme("w4a16-asym", 32))
-    monkeypatch.setattr("dspark.converters.quantizers.rtn._CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr("dspark.converters.quantizers.integers._MAX_SLICE_BYTES", 1)
     sliced = quantize_rtn(weight, scheme("w4a16-asym", 32))
     assert torch.equal(whole.weight.qweight, sliced.weight.qweight) and torch.equal(whole.weight.scales, sliced.weight.scales)
     assert torch.equal(whole.weight.zeros, sliced.weight.zeros)

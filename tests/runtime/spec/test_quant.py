@@ -57,7 +57,18 @@ def test_tensors_of_a_scheme() -> None:
     assert W4.leaves() == ("qweight", "scales", "perm")
     assert QuantScheme("w4a16-asym", 4, False).leaves() == ("qweight", "scales", "zeros")
     assert FP8.leaves() == QuantScheme("w8a8", 8, storage="int8").leaves() == ("qweight", "scales")
-    assert all(scheme.storage == "wna16" and not scheme.act_order for scheme in PRESETS.values())
+
+
+def test_presets_say_in_their_names_what_they_store() -> None:
+    assert [name for name in PRESETS if name.startswith("w")] == [
+        *(f"w{bits}a16{suffix}" for bits in (8, 4, 3, 2) for suffix in ("", "-asym")),
+        "w8a8",
+    ]
+    for name, scheme in PRESETS.items():
+        assert scheme.name == name and not scheme.act_order and scheme.method == "rtn"
+        assert scheme.storage == ("fp8" if name.startswith("fp8") else "int8" if name == "w8a8" else "wna16")
+        assert scheme.symmetric != name.endswith("-asym") and scheme.weight_bits == (8 if name.startswith("fp8") else int(name[1]))
+    assert PRESETS["fp8"].describe() == "fp8 per channel" and PRESETS["fp8-block"].describe() == "fp8-block blocks of 128 x 128"
 
 
 def test_words_for_schemes() -> None:

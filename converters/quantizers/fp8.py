@@ -1,0 +1,87 @@
+"""8-bit floating-point weights (e4m3): a scale for each block of outputs and inputs, and every weight the nearest number up to 448.
+
+The steps grow with the numbers, so nothing is gained by clipping; but where between two powers of two a block's largest weight falls
+decides how finely the others round. A few larger scales than the plain one, the largest weight over 448, are tried, and the one with the
+smallest squared error is kept. N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, SolverOptions
+from dspark.converters.quantizers.measure import decibels, energy, output_energy
+from dspark.converters.quantizers.statistics import LayerStatistics
+from dspark.kernels.ops import Fp8Weight
+from dspark.runtime.spec.errors import InputError
+from dspark.runtime.spec.quant import QuantScheme
+
+FP8_MAX = 448.0
+SCALE_RATIOS = tuple(1 + step / 8 for step in range(8))
+"""Of the plain scale; at 2 the numbers would be the same again, but for the smallest."""
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def quantize_fp8(
+    weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics | None = None, options: SolverOptions = DEFAULTS
+) -> QuantizedWeight:
+    """Fp8Weight of a weight float32 [N, K]; blocks at the edges may be smaller. Raises InputError for values that are not finite."""
+    if not bool(weight.isfinite().all()):
+        raise InputError("the weight has values that are not finite", "the checkpoint is damaged: use another copy")
+    weight = weight.float()
+    known = statistics if statistics is not None and statistics.num_tokens > 0 else None
+    importance = None if known is None else known.hessian.diagonal() + options.damp * known.hessian.diagonal().mean()
+    blocks = _Blocks(weight, scheme.block or (-1, -1))
+    scales = blocks.largest() / FP8_MAX
+    scales = torch.where(scales > 0, scales.clamp(min=_TINY), torch.ones_like(scales))
+    if options.clip:
+        scales = _search(blocks, scales, importance)
+    codes = blocks.codes(scales)
+    stored = Fp8Weight(codes, scales, blocks.block)
+    difference = stored.dense(torch.float32) - weight
+    measured = None
+    if known is not None:
+        measured = decibels(output_energy(weight.t(), known.hessian), output_energy(difference.t(), known.hessian))
+    return QuantizedWeight(stored, decibels(energy(weight), energy(difference)), measured)
+
+
+class _Blocks:
+    """A weight seen as blocks (rows, columns) of outputs and inputs, -1 meaning all; those at the edges are filled up with zeros."""
+
+    def __init__(self, weight: torch.Tensor, block: tuple[int, int]) -> None:
+        self.weight, self.block = weight, block
+        self.size = [extent if size == -1 else size for size, extent in zip(block, weight.shape, strict=True)]
+        self._grid = [-(-extent // size) for size, extent in zip(self.size, weight.shape, strict=True)]
+
+    def largest(self) -> torch.Tensor:
+        """Largest magnitude of each block."""
+        return self._split(self.weight.abs()).amax((1, 3))
+
+    def codes(self, scales: torch.Tensor) -> torch.Tensor:
+        """float8 [N, K], rounded to nearest even, beyond 448 cut."""
+        return (self.weight / self.spread(scales)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+    def spread(self, scales: torch.Tensor) -> torch.Tensor:
+        """Each block's scale at all of its weights; shapes that broadcast where that is enough."""
+        rows, columns = (size != extent and size != 1 for size, extent in zip(self.size, self.weight.shape, strict=True))
+        if rows:
+            scales = scales.repeat_interleave(self.size[0], 0)[: self.weight.shape[0]]
+        if columns:
+            scales = scales.repeat_interleave(self.size[1], 1)[:, : self.weight.shape[1]]
+        return scales
+
+    def _split(self, values: torch.Tensor) -> torch.Tensor:
+        pads = [count * size - extent for count, size, extent in zip(self._grid, self.size, values.shape, strict=True)]
+        padded = torch.nn.functional.pad(values, (0, pads[1], 0, pads[0])) if any(pads) else values
+        return padded.reshape(self._grid[0], self.size[0], self._grid[1], self.size[1])
+
+
+def _search(blocks: _Blocks, plain: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """For each block the scale, of those tried, with the smallest squared error; importance [K] weights the inputs."""
+    from dspark.converters.quantizers.loops import fp8_errors
+
+    scales = torch.stack([plain * ratio for ratio in SCALE_RATIOS])
+    shares = torch.ones(blocks.weight.shape[1]) if importance is None else importance.float()
+    errors = torch.zeros(scales.shape, dtype=torch.float64)
+    fp8_errors(blocks.weight.contiguous().numpy(), shares.numpy(), scales.numpy(), *blocks.size, errors.numpy())
+    return scales.gather(0, errors.argmin(0)[None])[0]
