@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dspark.converters.quality.layers import LayerRow, LayersReport, layer_rows, worst_first
 from dspark.converters.quality.measure import Comparison
-from dspark.converters.quality.remedy import Remedy, find_remedy
+from dspark.converters.quality.remedy import Asked, find_remedy
 from dspark.runtime.spec.errors import QualityError
 from dspark.runtime.spec.quant import QuantConfig
 
@@ -40,11 +40,9 @@ def violations(comparison: Comparison, limits: QualityLimits) -> list[Violation]
     found = []
     kl, increase = comparison.mean_kl, comparison.ppl_increase
     if limits.max_kl is not None and not kl <= limits.max_kl:
-        found.append(Violation("--max-kl", kl, limits.max_kl, f"mean KL to the baseline is {kl:.4g} nats, --max-kl {limits.max_kl:g}"))
+        found.append(Violation("--max-kl", kl, limits.max_kl, f"mean KL to the baseline is {kl:.4g} nats, --max-kl is {limits.max_kl:g}"))
     if limits.max_ppl_increase is not None and not increase <= limits.max_ppl_increase:
-        shown = (
-            f"perplexity rises by {increase:.4g} % to {comparison.candidate.perplexity:.4g}, --max-ppl-increase {limits.max_ppl_increase:g}"
-        )
+        shown = f"perplexity is {increase:.4g} % above the baseline's, --max-ppl-increase is {limits.max_ppl_increase:g}"
         found.append(Violation("--max-ppl-increase", increase, limits.max_ppl_increase, shown))
     return found
 
@@ -56,12 +54,15 @@ def check(
     layers: LayersReport,
     default_group_size: int = -1,
     outcome: str = "nothing was published",
+    rules: tuple[str, ...] = (),
+    calibration: str = "FILE",
 ) -> None:
     """Raise QualityError (exit code 6) when a limit is broken.
 
     Its line has the measured value and the limit, the worst layers, and the flags of `dspark quantize` that are likely to stay within it.
     quant and layers: of the candidate, as its manifest has them. default_group_size: what `dspark quantize` takes for 4 bits on this model.
-    outcome: what came of the candidate, said before the remedy ("" for nothing to say).
+    outcome: what came of the candidate, said before the remedy ("" for nothing to say). rules (PATTERN=SCHEME) and calibration (a file):
+    what the user typed, to be typed again.
     """
     broken = violations(comparison, limits)
     if not broken:
@@ -70,8 +71,9 @@ def check(
     message = f"quality gate: {'; '.join(v.shown for v in broken)}"
     if worst := worst_words(rows):
         message += f"; {worst}"
-    remedy = find_remedy(quant, rows, default_group_size, max(excess(v) for v in broken))
-    advice = remedy_words(remedy, broken)
+    asked = Asked(default_group_size, rules)
+    remedy = find_remedy(quant.scheme if quant else None, rows, asked, max(excess(v) for v in broken))
+    advice = f"quantize again with: {remedy.flags(calibration)}" if remedy else raised_limits(broken)
     raise QualityError(message, f"{outcome}; {advice}" if outcome else advice)
 
 
@@ -96,10 +98,8 @@ def worst_words(rows: list[LayerRow]) -> str:
     return f"largest error of {of}: " + ", ".join(f"{row.module} ({row.error_db:.1f} dB)" for row in worst)
 
 
-def remedy_words(remedy: Remedy | None, broken: list[Violation]) -> str:
-    """What to type next."""
-    if remedy is not None:
-        return f"quantize again with {remedy.flags()}"
+def raised_limits(broken: list[Violation]) -> str:
+    """What to type when no other scheme is more accurate."""
     raised = " ".join(f"{v.flag} {_above(v.measured)}" for v in broken if math.isfinite(v.measured))
     return f"type {raised} to accept it, or keep the model as it is" if raised else "keep the model as it is"
 

@@ -1,34 +1,55 @@
 """What to quantize with instead, when the measured loss is beyond a limit: a ladder of choices, smallest engine first.
 
 Each rung has an estimate of the error's power relative to the present choice; the first one that is estimated to stay within the limit,
-with a margin, is proposed. Estimates are rough on purpose: a step halves with each bit (6 dB, a factor of 4 in power), the other factors
-are those below. What is proposed is measured again by the same gate.
+with a margin, is proposed. Estimates are rough on purpose: what is proposed is measured again by the same gate. docs/quality.md has the
+measurements behind them.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dspark.converters.quality.layers import LayerRow, worst_first
-from dspark.runtime.spec.quant import QuantConfig, QuantScheme
+from dspark.runtime.spec.quant import QuantScheme
 
 MARGIN = 1.5
 """A choice is proposed when its estimated loss is this many times below the limit."""
+
+BIT_POWER = 0.25
+"""Power of the error for each bit more: a step halves."""
 
 SMALL_GROUP = 32
 GROUP_POWER = {32: 0.8, 64: 1.0, 128: 1.2, -1: 2.0}
 """Power of the error by group size, relative to groups of 64."""
 
 GPTQ_POWER = 0.7
-"""Power of the output error after GPTQ, relative to rounding to nearest."""
+"""Power of the outputs' error after GPTQ, relative to rounding to nearest."""
+
+SMOOTHQUANT_POWER, W8A16_AFTER_W8A8, W8A16_AFTER_FP8 = 0.5, 0.3, 0.1
+"""The same for 8-bit schemes, relative to the scheme that they replace."""
+
+CALIBRATED_METHODS = ("gptq", "awq", "smoothquant")
+"""Methods that look at text, so that their flags need --calibration."""
 
 MOST_RULES = 4
 """Patterns for single layers that a command line may still hold."""
 
 _LAYER = re.compile(r"(model\.layers\.\d+)\..+")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked `dspark quantize` for, as far as the engine's scheme does not say it.
+
+    default_group_size: what it takes for 4 bits on this model. rules: PATTERN=SCHEME.
+    """
+
+    default_group_size: int = -1
+    rules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,52 +61,63 @@ class Remedy:
     method: str | None = None
     rules: tuple[str, ...] = ()
 
-    def flags(self) -> str:
-        """As they are typed."""
-        parts = [f"--scheme {self.scheme}"]
+    def flags(self, calibration: str = "FILE") -> str:
+        """As they are typed into a shell. calibration: the file of that flag, for methods that need one."""
+        words = ["--scheme", self.scheme]
         if self.group_size is not None:
-            parts.append(f"--group-size {self.group_size}")
+            words += ["--group-size", str(self.group_size)]
         if self.method is not None:
-            parts.append(f"--method {self.method}")
-        return " ".join([*parts, *(f"--rule '{rule}'" for rule in self.rules)])
+            words += ["--method", self.method]
+        if self.method in CALIBRATED_METHODS:
+            words += ["--calibration", calibration]
+        for rule in self.rules:
+            words += ["--rule", rule]
+        return shlex.join(words)
 
 
-def find_remedy(quant: QuantConfig | None, rows: list[LayerRow], default_group_size: int, excess: float) -> Remedy | None:
-    """The first rung that is estimated to lower the error's power by `excess` and a margin, else the finest that there is.
+def find_remedy(scheme: QuantScheme | None, rows: list[LayerRow], asked: Asked, excess: float) -> Remedy | None:
+    """The first rung that is estimated to lower the error's power by `excess` and a margin, else the last one.
 
-    None when the engine is not quantized by `dspark quantize`, or is at the finest already.
+    scheme: of most layers. None for a model that is not quantized, or has the most accurate scheme that there is.
     """
-    if quant is None or quant.modules is not None:
+    if scheme is None:
         return None
-    rungs = list(_ladder(quant.scheme, rows, default_group_size))
+    rungs = list(_eight_bits(scheme, asked) if scheme.weight_bits >= 8 else _fewer_bits(scheme, rows, asked))
     return next((remedy for remedy, power in rungs if power * excess * MARGIN <= 1.0), rungs[-1][0] if rungs else None)
 
 
-def _ladder(scheme: QuantScheme, rows: list[LayerRow], default_group_size: int) -> Iterator[tuple[Remedy, float]]:
-    """(choice, its error's power relative to the present one), smallest engine first."""
-    if scheme.weight_bits >= 8:
-        if scheme.name != "w8a16":
-            yield Remedy("w8a16"), 0.0
+def _eight_bits(scheme: QuantScheme, asked: Asked) -> Iterator[tuple[Remedy, float]]:
+    if scheme.storage == "wna16":
+        if scheme.group_size == -1 and asked.default_group_size != -1:
+            yield Remedy(scheme.name, asked.default_group_size, rules=asked.rules), _relative(scheme, group_size=asked.default_group_size)
         return
-    group = default_group_size if scheme.group_size == -1 else scheme.group_size
-    tuned = replace(scheme, group_size=group, method=_solver(scheme.method))
-    if tuned != scheme:
-        yield _remedy(tuned), _relative(tuned, scheme)
-    if scheme.weight_bits == 4 and (rules := worst_rules(rows)):
-        yield replace(_remedy(tuned), rules=rules[0]), _relative(tuned, scheme) * rules[1]
-    four = replace(tuned, name=_renamed(scheme, 4), weight_bits=4)
+    if scheme.storage == "int8" and scheme.method != "smoothquant":
+        yield Remedy(scheme.name, method="smoothquant", rules=asked.rules), SMOOTHQUANT_POWER
+    yield Remedy("w8a16"), W8A16_AFTER_W8A8 if scheme.storage == "int8" else W8A16_AFTER_FP8
+
+
+def _fewer_bits(scheme: QuantScheme, rows: list[LayerRow], asked: Asked) -> Iterator[tuple[Remedy, float]]:
+    """(choice, its error's power relative to the present one): method and groups, single layers, bits, smaller groups, 8 bits."""
+    group = asked.default_group_size if scheme.group_size == -1 else scheme.group_size
+    method = scheme.method if scheme.method in CALIBRATED_METHODS else "gptq"
+    four = "w4a16" if scheme.symmetric else "w4a16-asym"
+    tuned = Remedy(scheme.name, group, method, asked.rules)
+    if (group, method) != (scheme.group_size, scheme.method):
+        yield tuned, _relative(scheme, group_size=group, method=method)
+    if scheme.weight_bits == 4 and (found := worst_rules(rows)) is not None:
+        yield replace(tuned, rules=(*asked.rules, *found[0])), _relative(scheme, group_size=group, method=method) * found[1]
     if scheme.weight_bits < 4:
-        yield _remedy(four), _relative(four, scheme)
-    if four.group_size > SMALL_GROUP:
-        small = replace(four, group_size=SMALL_GROUP)
-        yield _remedy(small), _relative(small, scheme)
-    yield Remedy(_renamed(scheme, 8)), 0.0
+        yield replace(tuned, scheme=four), _relative(scheme, group_size=group, method=method, weight_bits=4)
+    if group > SMALL_GROUP and scheme.weight_bits <= 4:
+        small = replace(tuned, scheme=four, group_size=SMALL_GROUP)
+        yield small, _relative(scheme, group_size=SMALL_GROUP, method=method, weight_bits=4)
+    yield Remedy("w8a16"), _relative(scheme, group_size=-1, method="rtn", weight_bits=8)
 
 
 def worst_rules(rows: list[LayerRow]) -> tuple[tuple[str, ...], float] | None:
     """Rules that keep the layers with the largest errors in 8 bits, and the share of the error's power that is left.
 
-    None when no few layers stand out: they have to carry half of the power.
+    None when no few layers stand out: a quarter of them or less has to carry half of the power.
     """
     power: dict[str, float] = {}
     for row in worst_first(rows):
@@ -96,27 +128,16 @@ def worst_rules(rows: list[LayerRow]) -> tuple[tuple[str, ...], float] | None:
     worst = sorted(power, key=lambda place: -power[place])[:MOST_RULES]
     for count in range(1, len(worst) + 1):
         left = 1.0 - math.fsum(power[place] for place in worst[:count]) / total
-        if left <= 0.5 and count < len(power):
+        if left <= 0.5 and count <= len(power) // 4:
             return tuple(f"{place}=w8a16" for place in worst[:count]), left
     return None
 
 
-def _solver(method: str) -> str:
-    return "gptq" if method == "rtn" else method
-
-
-def _renamed(scheme: QuantScheme, bits: int) -> str:
-    return f"w{bits}a16" + ("" if scheme.symmetric else "-asym")
-
-
-def _remedy(scheme: QuantScheme) -> Remedy:
-    return Remedy(scheme.name, scheme.group_size, scheme.method)
-
-
-def _relative(new: QuantScheme, old: QuantScheme) -> float:
-    return _power(new) / _power(old)
+def _relative(scheme: QuantScheme, **changes: object) -> float:
+    """Power of the error of a scheme with some fields changed, relative to the scheme's own."""
+    return _power(replace(scheme, **changes)) / _power(scheme)  # type: ignore[arg-type]
 
 
 def _power(scheme: QuantScheme) -> float:
-    group = GROUP_POWER.get(scheme.group_size, 1.0)
-    return 4.0**-scheme.weight_bits * group * (1.0 if scheme.method == "rtn" else GPTQ_POWER)
+    calibrated = GPTQ_POWER if scheme.method in CALIBRATED_METHODS else 1.0
+    return BIT_POWER**scheme.weight_bits * GROUP_POWER.get(scheme.group_size, 1.0) * calibrated
