@@ -19,6 +19,8 @@ DOORS = (
     "dspark.runtime.execution.layer_walk",
     "dspark.runtime.execution.loader",
     "dspark.runtime.execution.logits",
+    "dspark.runtime.execution.memory",
+    "dspark.runtime.speculation.heads",
 )
 """Where converters may enter the runtime: what is served is what they calibrate and audit, the job's own lines among it."""
 

@@ -1,0 +1,1 @@
+"""Drafting heads on a target's features: DSpark, DFlash and EAGLE-3. Start reading at `load`."""
