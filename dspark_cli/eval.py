@@ -65,9 +65,9 @@ def eval(console: Console, options: EvalOptions) -> int:
     baseline = open_subject(options.baseline) if options.baseline is not None else None
     limits = QualityLimits(options.max_kl, options.max_ppl_increase)
     evaluations = [measure(console, options, engine, baseline, tokens, limits) for tokens in read_tokens(options, engine, baseline)]
-    show(console, options, engine, evaluations, time.monotonic() - started)
     if report_path is not None:
         write_report(report_path, engine, evaluations)
+    show(console, options, engine, evaluations, time.monotonic() - started)
     check_limits(engine, evaluations)
     return 0
 

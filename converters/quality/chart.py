@@ -10,7 +10,7 @@ from dspark.converters.quality.layers import LayerRow
 
 WIDTH, HEIGHT = 960, 320
 LEFT, RIGHT, TOP, BOTTOM = 48, 8, 28, 36
-GRID_DB = 10
+GRID_DB = 5
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C6D31", "#444444")
 """Okabe and Ito's palette, which colour-blind readers tell apart; https://jfly.uni-koeln.de/color/"""

@@ -12,7 +12,6 @@ from dspark.converters.quality.measure import Comparison, Scores
 from dspark.runtime.spec.errors import QualityError
 from dspark.runtime.spec.quant import QuantConfig, QuantScheme
 
-
 EVEN = (20, 20, 20, 20)
 """Signal to error of the layers in dB: none stands out."""
 
