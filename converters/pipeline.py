@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,13 +15,18 @@ from dspark.converters.lora import with_adapters
 from dspark.converters.lora.reader import LoraReader
 from dspark.converters.mapping import MappedModel, map_checkpoint
 from dspark.converters.packed import engine_names, engine_tensors, packed_config, refuse_packed
-from dspark.converters.quantize import QuantPlan, plan_quantization, quantized_tensors
+from dspark.converters.quantize import CALIBRATED_METHODS, QuantPlan, QuantRequest, plan_quantization, quantized_tensors
 from dspark.converters.threads import one_torch_thread
 from dspark.converters.writer import EngineWriter, check_target, hash_file
+from dspark.runtime.spec.errors import UsageError
 from dspark.runtime.spec.manifest import EngineManifest
 
 if TYPE_CHECKING:
     import torch
+
+    from dspark.converters.calibration.run import CalibratedRun
+    from dspark.converters.gate import Gate
+    from dspark.converters.quantizers.base import SolverOptions
 
 Progress = Callable[[int, int, str], None]
 """(tensors done, tensors in all, name of the tensor just written)"""
@@ -56,7 +62,7 @@ def convert(
     check_target(Path(engine_dir), force)
     full = open_checkpoint(lora_base) if lora_base is not None else None
     model = map_checkpoint(with_adapters(open_checkpoint(source), adapters, requantize, full), dtype)
-    return _write(_Job(model, Path(engine_dir), force, audit, progress), engine_tensors(model), engine_names(model))
+    return _write(_Job(model, Path(engine_dir), force, audit, progress), lambda writer: engine_tensors(model), engine_names(model))
 
 
 def quantize(
@@ -70,16 +76,29 @@ def quantize(
     audit: bool = True,
     force: bool = False,
     progress: Progress | None = None,
+    rules: tuple[tuple[str, str], ...] = (),
+    solver: SolverOptions | None = None,
+    calibrated: CalibratedRun | None = None,
+    gate: Gate | None = None,
 ) -> Result:
     """Quantize an engine, or any checkpoint that `convert` reads. dtype: of what stays dense.
 
-    Raises as `convert` and `plan_quantization` do.
+    calibrated: how the model is shown its samples, for the methods that look at them; gate: what the result is measured on and held to.
+    Raises as `convert`, `plan_quantization`, `load_samples` and `Gate.check` do.
     """
     check_target(Path(engine_dir), force)
     model = map_checkpoint(open_checkpoint(source), dtype)
     refuse_packed(model)
-    plan = plan_quantization(model, scheme, method, group_size, ignore)
-    return _write(_Job(model, Path(engine_dir), force, audit, progress, plan), quantized_tensors(model, plan), plan.names(model))
+    plan = plan_quantization(model, QuantRequest(scheme, method, group_size, ignore, rules, solver))
+    if method in CALIBRATED_METHODS and calibrated is None:
+        raise UsageError(f"--method {method} looks at text", "type --calibration FILE with a .txt, or the job's own .jsonl")
+    job = _Job(model, Path(engine_dir), force, audit, progress, plan, gate)
+    if calibrated is None:
+        return _write(job, lambda writer: quantized_tensors(model, plan), plan.names(model))
+    with calibrated.open(model, plan, Path(engine_dir)) as run:
+        result = _write(job, run.tensors, run.names())
+        run.discard()
+        return result
 
 
 @dataclass(frozen=True)
@@ -90,24 +109,30 @@ class _Job:
     audit: bool
     progress: Progress | None
     plan: QuantPlan | None = None
+    gate: Gate | None = None
 
 
-def _write(job: _Job, tensors: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> Result:
-    """The part that all conversions share: write, audit, publish."""
+Tensors = Callable[[EngineWriter], Iterator[tuple[str, "torch.Tensor"]]]
+"""writer (its directory has the tokenizer by then) -> every tensor of the engine"""
+
+
+def _write(job: _Job, tensors: Tensors, names: list[str]) -> Result:
+    """The part that all conversions share: write, audit, measure, publish."""
     model, plan = job.model, job.plan
     bundle = model.reader.tokenizer()
     notes = [*getattr(model.reader, "notes", ()), *model.notes, *tokenizer_notes(model, bundle)] + ([plan.group_note] if plan else [])
     with EngineWriter(job.engine_dir, names, job.force) as writer:
-        with one_torch_thread():
-            for done, (name, tensor) in enumerate(tensors, 1):
-                writer.add(name, tensor)
-                if job.progress is not None:
-                    job.progress(done, len(names), name)
         if bundle is not None:
             writer.add_tokenizer(bundle)
         generation = model.reader.generation_config()
         if generation is not None:
             writer.add_json("generation_config.json", generation)
+        with nullcontext() if plan is not None and plan.method in CALIBRATED_METHODS else one_torch_thread():
+            for done, (name, tensor) in enumerate(tensors(writer), 1):
+                writer.add(name, tensor)
+                if job.progress is not None:
+                    job.progress(done, len(names), name)
+        notes += plan.notes if plan else []
         measured = plan.quality if plan else getattr(model.reader, "quality", dict)
         record: dict[str, Any] = {"lineage": lineage(model), "notes": tuple(notes), "quality": measured()}
         manifest = writer.finish(model.config, plan.config if plan else packed_config(model), **record)
@@ -116,6 +141,10 @@ def _write(job: _Job, tensors: Iterator[tuple[str, torch.Tensor]], names: list[s
         else:
             manifest = replace(manifest, audit={"summary": "not audited: --no-audit"})
         manifest.save(writer.directory)
+        if job.gate is not None and plan is not None:
+            evaluation = job.gate.check(writer.directory, model, plan)
+            manifest = replace(manifest, quality={**manifest.quality, "evaluation": evaluation})
+            manifest.save(writer.directory)
         writer.publish()
     return Result(writer.target, manifest, notes)
 

@@ -1,4 +1,4 @@
-"""The quantizing step of the pipeline: which layers, in which groups, checked before any work; then one layer at a time."""
+"""The quantizing step of the pipeline: which layers, in which way, checked before any work; then one layer at a time."""
 
 from __future__ import annotations
 
@@ -8,32 +8,67 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from dspark.converters.mapping import MappedModel, linear_modules, router_patterns
-from dspark.converters.quantizers.base import SolverOptions, quantizer, stored_names
 from dspark.converters.readers.base import summarize
 from dspark.runtime.spec.errors import InputError, UsageError
-from dspark.runtime.spec.quant import GROUP_SIZES, QuantConfig, default_group_size, preset
+from dspark.runtime.spec.quant import GROUP_SIZES, PRESETS, QuantConfig, QuantScheme, default_group_size, preset
 
 if TYPE_CHECKING:
     import torch
 
+    from dspark.converters.quantizers.base import QuantizedWeight, SolverOptions
+
 ALLOWED_GROUP_SIZES = (*GROUP_SIZES, -1)
+METHODS = {"wna16": ("rtn", "gptq", "awq"), "int8": ("rtn", "gptq", "smoothquant"), "fp8": ("rtn",)}
+"""storage -> the methods that choose its codes"""
+CALIBRATED_METHODS = ("gptq", "awq", "smoothquant")
+DENSE = "dense"
+"""What a rule says instead of a scheme for layers that stay as they are."""
+
+
+@dataclass(frozen=True)
+class QuantRequest:
+    """What the user asked for. rules: (pattern of module names, scheme or DENSE); of several that match the last one counts.
+
+    solver: SolverOptions, None for their defaults.
+    """
+
+    scheme: str
+    method: str = "rtn"
+    group_size: int | None = None
+    ignore: tuple[str, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
+    solver: SolverOptions | None = None
 
 
 @dataclass
 class QuantPlan:
-    """A checked decision. layers: module -> (outputs, inputs) of every layer that is quantized. report: filled as layers are done."""
+    """A checked decision. layers: module -> (outputs, inputs) of every layer that is quantized.
+
+    report, notes: filled as layers are done. calibration: the record of what the quantizer was shown.
+    """
 
     config: QuantConfig
+    method: str
     layers: dict[str, tuple[int, int]]
     group_note: str
+    solver: SolverOptions | None = None
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    calibration: dict[str, Any] | None = None
+
+    def scheme_for(self, module: str) -> QuantScheme:
+        """The scheme of a layer of the plan."""
+        scheme = self.config.scheme_for(module)
+        assert scheme is not None
+        return scheme
 
     def names(self, model: MappedModel) -> list[str]:
         """Every tensor name that the engine will hold."""
         names: list[str] = []
         for name in model.shapes:
             module = name.removesuffix(".weight")
-            names += stored_names(module, self.config.scheme) if module in self.layers and name != module else [name]
+            stored = module in self.layers and name != module
+            names += [f"{module}.{leaf}" for leaf in self.scheme_for(module).leaves()] if stored else [name]
         return names
 
     def quality(self) -> dict[str, Any]:
@@ -41,43 +76,115 @@ class QuantPlan:
         measured = {module: entry["sqnr_db"] for module, entry in self.report.items() if entry["sqnr_db"] is not None}
         worst = min(measured, key=lambda module: measured[module]) if measured else None
         return {
-            "method": self.config.scheme.method,
+            "method": self.method,
             "mean_sqnr_db": round(sum(measured.values()) / len(measured), 3) if measured else None,
             "worst_layer": worst,
             "worst_sqnr_db": measured[worst] if worst else None,
             "quantized_bytes": sum(entry["bytes"] for entry in self.report.values()),
+            **({"calibration": self.calibration} if self.calibration else {}),
             "layers": self.report,
         }
 
 
-def plan_quantization(
-    model: MappedModel, scheme_name: str, method: str = "rtn", group_size: int | None = None, ignore: tuple[str, ...] = ()
-) -> QuantPlan:
+def plan_quantization(model: MappedModel, request: QuantRequest) -> QuantPlan:
     """Decide scheme, groups and layers.
 
-    Raises UsageError for an unknown scheme or method, a group size that does not divide every layer's inputs (naming the layers), or an
-    --ignore pattern that matches no layer.
+    Raises UsageError for an unknown scheme or method, a method that does not make the scheme, a group size that does not divide every
+    layer's inputs (naming the layers), or an --ignore or --rule pattern that matches no layer.
     """
-    quantizer(method)
-    base = preset(scheme_name)
-    default = QuantConfig(base)
+    from dspark.converters.quantizers.base import DEFAULTS, stored_scheme
+
+    base = preset(request.scheme)
+    check_method(request.method, base)
     modules = linear_modules(model.config)
-    idle = [pattern for pattern in ignore if not any(fnmatchcase(module, pattern) for module in modules)]
-    if idle:
-        example = "such as model.layers.0.* or *.down_proj"
-        raise UsageError(f"--ignore {summarize(idle)} matches no layer", f"patterns match module names, {example}")
-    config = QuantConfig(base, tuple(dict.fromkeys((*default.ignore, *router_patterns(model.config), *ignore))))
-    layers = {module: shape for module, shape in modules.items() if config.scheme_for(module) is not None}
+    check_patterns("--ignore", request.ignore, modules)
+    check_patterns("--rule", tuple(pattern for pattern, _ in request.rules), modules)
+    defaults = QuantConfig(base).ignore
+    ignored = QuantConfig(base, tuple(dict.fromkeys((*defaults, *router_patterns(model.config), *request.ignore))))
+    solver = request.solver or DEFAULTS
+    chosen = {module: _scheme_of(module, ignored, request) for module in modules}
+    layers = {module: modules[module] for module, scheme in chosen.items() if scheme is not None}
     if not layers:
         raise UsageError("--ignore leaves no layer to quantize", "use fewer patterns")
-    chosen, note = choose_group_size(group_size, base.weight_bits, {inputs for _, inputs in layers.values()})
-    check_group_size(chosen, layers)
-    check_packing(base.weight_bits, layers)
-    return QuantPlan(replace(config, scheme=replace(base, group_size=chosen, method=method)), layers, note)
+    size, note = _group_sizes(request, base, {module: scheme for module, scheme in chosen.items() if scheme is not None}, layers)
+    method = {storage: request.method if request.method in METHODS[storage] else "rtn" for storage in METHODS}
+    schemes = {}
+    for module in layers:
+        scheme = chosen[module]
+        assert scheme is not None
+        grouped = replace(scheme, group_size=size[scheme.name], method=method[scheme.storage]) if scheme.storage == "wna16" else scheme
+        schemes[module] = replace(grouped, method=method[scheme.storage])
+        if schemes[module].method == "gptq":
+            schemes[module] = stored_scheme(schemes[module], solver)
+    check_packing(schemes, layers)
+    plain = not request.rules
+    config = replace(ignored, scheme=next(iter(schemes.values()))) if plain else QuantConfig.of_modules(schemes)
+    return QuantPlan(config, request.method, layers, note, solver)
+
+
+def check_method(method: str, scheme: QuantScheme) -> None:
+    """Raise UsageError for a method that there is not, or that does not make this scheme."""
+    known = dict.fromkeys(name for names in METHODS.values() for name in names)
+    if method not in known:
+        raise UsageError(f"--method is {method}, allowed: {', '.join(known)}")
+    allowed = METHODS[scheme.storage]
+    if method not in allowed:
+        raise UsageError(f"--method {method} does not make {scheme.name}, allowed for it: {', '.join(allowed)}")
+
+
+def check_patterns(flag: str, patterns: tuple[str, ...], modules: dict[str, tuple[int, int]]) -> None:
+    """Raise UsageError for patterns that match no layer."""
+    idle = [pattern for pattern in patterns if not any(matches(module, pattern) for module in modules)]
+    if idle:
+        example = "such as model.layers.0.* or *.down_proj"
+        raise UsageError(f"{flag} {summarize(idle)} matches no layer", f"patterns match module names, {example}")
+
+
+def matches(module: str, pattern: str) -> bool:
+    """Whether a glob names a module; its leading "model." may be left out."""
+    return fnmatchcase(module, pattern) or fnmatchcase(module.removeprefix("model."), pattern)
+
+
+def parse_rule(text: str) -> tuple[str, str]:
+    """Pattern and scheme of one --rule. Raises UsageError."""
+    pattern, separator, scheme = text.rpartition("=")
+    if not separator or not pattern or scheme not in (*PRESETS, DENSE):
+        allowed = f"PATTERN=SCHEME with one of {', '.join(PRESETS)}, {DENSE}"
+        raise UsageError(f"--rule is '{text}', allowed: {allowed}", "such as --rule 'layers.0.*=w8a16'")
+    return pattern, scheme
+
+
+def _scheme_of(module: str, ignored: QuantConfig, request: QuantRequest) -> QuantScheme | None:
+    """The scheme that the rules, or else the default, give to a module; None where it stays dense."""
+    for pattern, scheme in reversed(request.rules):
+        if matches(module, pattern):
+            return None if scheme == DENSE else preset(scheme)
+    patterns = ignored.ignore
+    return None if any(matches(module, pattern) for pattern in patterns) else ignored.scheme
+
+
+def _group_sizes(
+    request: QuantRequest, base: QuantScheme, chosen: dict[str, QuantScheme], layers: dict[str, tuple[int, int]]
+) -> tuple[dict[str, int], str]:
+    """Group size by scheme name, and a sentence on that of the main scheme. --group-size holds for the main scheme."""
+    sizes, note = {}, ""
+    for scheme in {scheme.name: scheme for scheme in chosen.values()}.values():
+        own = {module: layers[module] for module, found in chosen.items() if found.name == scheme.name}
+        wanted = request.group_size if scheme.name == base.name else None
+        if scheme.storage != "wna16":
+            if wanted is not None:
+                raise UsageError(f"--group-size is {wanted}, but {scheme.name} has no groups of inputs", "leave --group-size out")
+            sizes[scheme.name], words = -1, scheme.describe()
+        else:
+            sizes[scheme.name], words = choose_group_size(wanted, scheme.weight_bits, {inputs for _, inputs in own.values()})
+            check_group_size(sizes[scheme.name], own)
+        if scheme.name == base.name or not note:
+            note = words
+    return sizes, note
 
 
 def choose_group_size(wanted: int | None, bits: int, widths: set[int]) -> tuple[int, str]:
-    """The group size and a sentence that says why. 8 bits lose little with one step per output row, 4 bits need small groups."""
+    """The group size and a sentence that says why. 8 bits lose little with one step per output row, fewer need small groups."""
     if wanted is not None:
         return wanted, f"group size {wanted}"
     if bits >= 8:
@@ -99,32 +206,57 @@ def check_group_size(size: int, layers: dict[str, tuple[int, int]]) -> None:
         )
 
 
-def check_packing(bits: int, layers: dict[str, tuple[int, int]]) -> None:
+def check_packing(schemes: dict[str, QuantScheme], layers: dict[str, tuple[int, int]]) -> None:
     """Raise UsageError for layers whose codes do not fill whole 32-bit words along the inputs: no kernel or other program reads those."""
-    per_word = 32 // bits
-    bad = [f"{module} ({inputs} inputs)" for module, (_, inputs) in layers.items() if inputs % per_word]
+    bad = [
+        f"{module} ({layers[module][1]} inputs of {scheme.weight_bits} bits)"
+        for module, scheme in schemes.items()
+        if scheme.storage == "wna16" and layers[module][1] * scheme.weight_bits % 32
+    ]
     if bad:
-        what = f"{bits}-bit codes fill words of {per_word} inputs, which do not divide {summarize(bad, 3)}"
-        raise UsageError(what, "keep those layers as they are with --ignore PATTERN")
+        raise UsageError(
+            f"codes must fill whole 32-bit words, not so in {summarize(bad, 3)}", "keep those layers as they are with --ignore PATTERN"
+        )
 
 
 def quantized_tensors(model: MappedModel, plan: QuantPlan) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the engine, layers of the plan quantized; the report is filled on the way.
+    """Every tensor of the engine, layers of the plan quantized without looking at inputs; the report is filled on the way.
 
     Raises InputError for a weight with values that are not finite.
     """
-    import torch
+    from dspark.converters.quantizers.base import DEFAULTS, quantizer
 
-    quantize = quantizer(plan.config.scheme.method)
     for name in model.shapes:
         module = name.removesuffix(".weight")
         if module == name or module not in plan.layers:
             yield name, model.read_cast(name)
             continue
-        weight = model.read(name).to(torch.float32)
-        if not bool(weight.isfinite().all()):
-            raise InputError(f"{name} has values that are not finite", "the checkpoint is damaged: use another copy")
-        result = quantize(weight, plan.config.scheme, None, SolverOptions())
-        plan.report[module] = result.entry()
+        scheme, weight = plan.scheme_for(module), finite_weight(module, model.read(name))
+        result = quantizer(scheme.method)(weight, scheme, None, plan.solver or DEFAULTS)
+        plan.report[module] = layer_entry(result, scheme)
         del weight
         yield from result.tensors(module).items()
+
+
+def finite_weight(module: str, weight: torch.Tensor) -> torch.Tensor:
+    """The weight in float32. Raises InputError when it has values that are not finite."""
+    import torch
+
+    wide = weight.to(torch.float32)
+    if not bool(wide.isfinite().all()):
+        raise InputError(f"{module}.weight has values that are not finite", "the checkpoint is damaged: use another copy")
+    return wide
+
+
+def layer_entry(result: QuantizedWeight, scheme: QuantScheme) -> dict[str, Any]:
+    """One layer's entry in the manifest's record. Errors in decibels of signal to noise, what was not measured left out."""
+    entry = {
+        "scheme": scheme.describe(),
+        "bits": scheme.weight_bits,
+        "sqnr_db": result.sqnr_db,
+        "output_sqnr_db": result.output_sqnr_db,
+        "bytes": result.num_bytes(),
+        "damp": result.damp_used,
+        "notes": list(result.notes),
+    }
+    return {key: value for key, value in entry.items() if key == "sqnr_db" or value not in (None, [])}

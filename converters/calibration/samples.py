@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import orjson
@@ -43,11 +43,15 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Token ids of each sample, in an order that only their content decides; what the user should know of them."""
+    """Token ids of each sample, in an order that only their content decides; what the user should know of them.
+
+    held_out: as many further samples of the file as there were, not shown to the quantizer: what its result is measured on.
+    """
 
     samples: list[list[int]]
     notes: tuple[str, ...]
     source: str
+    held_out: list[list[int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -96,14 +100,15 @@ def choose(found: Sequence[tuple[int, list[int]]], request: SampleRequest, notes
         notes.append(f"calibration: {len(repeated)} samples repeat an earlier one and are left out: numbers {summarize(repeated)}")
     if flat:
         notes.append(f"calibration: {len(flat)} samples are one token repeated and are left out: numbers {summarize(flat)}")
-    samples = [usable[key] for key in sorted(usable)][: request.num_samples]
+    in_order = [usable[key] for key in sorted(usable)]
+    samples, held_out = in_order[: request.num_samples], in_order[request.num_samples : 2 * request.num_samples]
     total = sum(map(len, samples))
     if total < MIN_TOKENS:
         held = f"{len(samples)} usable samples with {total} tokens" if samples else "no usable sample"
         raise InputError(f"calibration file '{request.path}' has {held}, needed: at least {MIN_TOKENS} tokens", "give it more text")
     if total < FEW_TOKENS:
         notes.append(f"calibration: only {total} tokens in {len(samples)} samples; fewer than {FEW_TOKENS} leave layers badly known")
-    return CalibrationSet(samples, tuple(notes), request.path.name)
+    return CalibrationSet(samples, tuple(notes), request.path.name, held_out)
 
 
 def _content_key(tokens: Sequence[int]) -> int:

@@ -111,7 +111,7 @@ def test_a_group_size_that_does_not_divide_is_refused_before_any_work(tmp_path: 
 
 def test_widths_that_do_not_fill_words_are_refused_before_any_work(tmp_path: Path) -> None:
     source = source_of(tmp_path, intermediate_size=252)
-    with pytest.raises(UsageError, match=r"do not divide model\.layers\.0\.mlp\.down_proj \(252 inputs\)"):
+    with pytest.raises(UsageError, match=r"not so in model\.layers\.0\.mlp\.down_proj \(252 inputs of 4 bits\)"):
         quantize(source, tmp_path / "engine", "w4a16", group_size=-1, audit=False)
     quantize(source, tmp_path / "engine", "w4a16", group_size=-1, ignore=("*.down_proj",))
     assert load_manifest(tmp_path / "engine").audit["summary"].startswith("audit passed")
@@ -131,7 +131,11 @@ def test_ignored_layers_stay_dense(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"scheme": "w5a16"}, "unknown scheme 'w5a16', allowed: w8a16"),
-        ({"scheme": "w4a16", "method": "gptq"}, "--method is gptq, allowed: rtn"),
+        ({"scheme": "w4a16", "method": "best"}, "--method is best, allowed: rtn, gptq, awq, smoothquant"),
+        ({"scheme": "w4a16", "method": "gptq"}, "--method gptq looks at text"),
+        ({"scheme": "w8a8", "method": "awq"}, "--method awq does not make w8a8, allowed for it: rtn, gptq, smoothquant"),
+        ({"scheme": "w8a8", "group_size": 64}, "--group-size is 64, but w8a8 has no groups of inputs"),
+        ({"scheme": "w4a16", "rules": (("layers.7.*", "w8a16"),)}, r"--rule layers\.7\.\* matches no layer"),
         ({"scheme": "w4a16", "group_size": 48}, "--group-size is 48, allowed: 128, 64, 32, -1"),
         ({"scheme": "w4a16", "ignore": ("nothing*",)}, r"--ignore nothing\* matches no layer"),
         ({"scheme": "w4a16", "ignore": ("*",)}, "leaves no layer to quantize"),
@@ -140,6 +144,19 @@ def test_ignored_layers_stay_dense(tmp_path: Path) -> None:
 def test_wrong_options_are_one_sentence(tmp_path: Path, options: dict, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         quantize(source_of(tmp_path), tmp_path / "engine", audit=False, **options)
+
+
+def test_rules_give_layers_other_schemes_and_the_last_one_counts(tmp_path: Path) -> None:
+    rules = (("layers.0.*", "w8a16"), ("*.down_proj", "w2a16"), ("model.layers.0.self_attn.v_proj", "dense"))
+    result = quantize(source_of(tmp_path), tmp_path / "engine", "w4a16", group_size=32, rules=rules)
+    quant = load_manifest(tmp_path / "engine").quant
+    assert quant is not None
+    names = {module: scheme.describe() for module, scheme in (quant.modules or {}).items()}
+    assert names["model.layers.0.mlp.up_proj"] == "w8a16 per channel"
+    assert names["model.layers.0.mlp.down_proj"].startswith("w2a16")
+    assert names["model.layers.1.self_attn.v_proj"] == "w4a16 group 32"
+    assert "model.layers.0.self_attn.v_proj" not in names and "lm_head" not in names
+    assert result.manifest.audit["summary"].startswith("audit passed")
 
 
 def test_a_quantized_engine_is_not_quantized_again(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""A model quantized layer by layer: memory holds one layer, its statistics, and the residual stream of the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dspark.converters.calibration.layer_pass import LayerPass
+from dspark.converters.calibration.layer_quantizer import DictWeights, LayerQuantizer, LayerResult
+from dspark.converters.calibration.samples import CalibrationSet
+from dspark.converters.calibration.work import WorkDirectory
+from dspark.converters.mapped_weights import MappedWeights
+from dspark.converters.mapping import EMBEDDING, MappedModel
+from dspark.converters.quantize import QuantPlan
+from dspark.runtime.execution.layer_walk import LayerWalk, build_walk_layer
+from dspark.runtime.execution.loader import choose_kernels, resolve_device
+
+LayerProgress = Callable[[int, int, str], None]
+"""(layers done, layers in all, what the last one lost)"""
+
+
+@dataclass(frozen=True)
+class WalkOptions:
+    """How the samples are taken through the model. dtype: of activations, None for the model's own (float32 where a CPU is slow in that).
+
+    on_disk: activations between layers live in files instead of memory.
+    """
+
+    device: str = "auto"
+    dtype: str | None = None
+    on_disk: bool = False
+
+    def resolved_dtype(self, model_dtype: str) -> str:
+        """float16 overflows in the feed-forward block of some families, and most CPUs compute it slowly."""
+        if self.dtype is not None:
+            return self.dtype
+        return "bfloat16" if model_dtype != "float32" and _fast_bfloat16(resolve_device(self.device)) else "float32"
+
+
+def _fast_bfloat16(device: str) -> bool:
+    return device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class CalibratedQuantization:
+    """Everything that one run of a calibrated method needs; `tensors` does it."""
+
+    def __init__(
+        self,
+        model: MappedModel,
+        plan: QuantPlan,
+        calibration: CalibrationSet,
+        work: WorkDirectory,
+        options: WalkOptions,
+        progress: LayerProgress | None = None,
+    ) -> None:
+        self._model, self._plan, self._work, self._progress = model, plan, work, progress
+        config = model.config
+        device = resolve_device(options.device)
+        self._kernels = choose_kernels(config, options.resolved_dtype(config.dtype), device)
+        self._on_disk = options.on_disk
+        self._walk = LayerWalk(config, calibration.samples, self._kernels)
+        if self._on_disk:
+            self._walk.residual = self._allocate(*self._walk.residual.shape)
+        self._quantizer = LayerQuantizer(config, plan, self._kernels)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the engine, by name; the plan's report is filled on the way. Raises InputError for values that are not finite."""
+        model, config = self._model, self._model.config
+        yield EMBEDDING, model.read_cast(EMBEDDING)
+        self._walk.start(MappedWeights(model, self._kernels.facts.dtype, self._kernels.facts.device).take(EMBEDDING))
+        for index in range(config.num_layers):
+            result = self._layer(index)
+            self._plan.report |= result.report
+            yield from result.tensors.items()
+            if self._progress is not None:
+                self._progress(index + 1, config.num_layers, _summary(index, result))
+        yield from self._rest()
+
+    def _layer(self, index: int) -> LayerResult:
+        state = {name: self._model.read_cast(name) for name in layer_names(self._model, index)}
+        if index < self._work.num_done:
+            result = self._work.load(index)
+            self._walk.advance(self._quantizer.rebuild(index, result, state))  # as the earlier run went on: the same bits come out
+            return result
+        built = build_walk_layer(self._model.config, index, None, DictWeights(state, self._kernels), self._kernels)
+        result = self._quantizer.run(LayerPass(self._walk, built, self._allocate), state)
+        self._work.save(index, result)
+        return result
+
+    def _rest(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The final norm and the head."""
+        for name in self._model.shapes:
+            if name != EMBEDDING and not name.startswith("model.layers."):
+                yield name, self._model.read_cast(name)
+
+    def _allocate(self, rows: int, columns: int) -> torch.Tensor:
+        facts = self._kernels.facts
+        if self._on_disk:
+            return self._work.allocate(rows, columns, facts.dtype)
+        return torch.empty(rows, columns, dtype=facts.dtype, device=facts.device)
+
+
+def layer_names(model: MappedModel, index: int) -> list[str]:
+    """Names of one layer's tensors."""
+    return [name for name in model.shapes if name.startswith(f"model.layers.{index}.")]
+
+
+def _summary(index: int, result: LayerResult) -> str:
+    errors = {module: entry.get("output_sqnr_db", entry.get("sqnr_db")) for module, entry in result.report.items()}
+    known = {module: error for module, error in errors.items() if error is not None}
+    if not known:
+        return f"layer {index}"
+    worst = min(known, key=lambda module: known[module])
+    return f"layer {index}: worst {worst.rsplit('.', 1)[-1]} {known[worst]:.1f} dB"

@@ -1,0 +1,153 @@
+"""What happens to one layer: its linears are observed, scaled where the method says so, and solved.
+
+gptq        stage by stage: what a stage reads is computed with the stages before it already quantized (Frantar et al. 2022)
+awq         all stages are observed as they are; the best scales are moved into the operations before, then codes are chosen
+smoothquant the same with SmoothQuant's scales
+rtn         codes are chosen without looking at inputs; the layer runs only for what else is calibrated (the KV cache)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dspark.converters.calibration.layer_pass import STAGES, LayerPass, Slot
+from dspark.converters.calibration.scale_layer import ScaledLayer, scale_layer
+from dspark.converters.quantize import QuantPlan, finite_weight, layer_entry
+from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, quantizer
+from dspark.converters.quantizers.statistics import LayerStatistics, StatisticsAccumulator
+from dspark.kernels.ops import Kernels
+from dspark.runtime.execution.layer_walk import WalkLayer, build_walk_layer
+from dspark.runtime.layers.linear import build_weight, load_linear
+from dspark.runtime.spec.errors import InputError
+from dspark.runtime.spec.model_config import ModelConfig
+
+SCALING_METHODS = ("awq", "smoothquant")
+Observed = dict[str, LayerStatistics]
+"""module -> statistics of its inputs; modules that read one input share one object"""
+
+
+@dataclass
+class LayerResult:
+    """Tensors of one layer as the engine stores them, and each quantized module's entry for the report."""
+
+    tensors: dict[str, torch.Tensor]
+    report: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class LayerQuantizer:
+    """Quantizes the layers of one model, one after the other, by a plan."""
+
+    def __init__(self, model: ModelConfig, plan: QuantPlan, kernels: Kernels) -> None:
+        self._model, self._plan, self._kernels = model, plan, kernels
+        self._dtype: torch.dtype = getattr(torch, model.dtype)
+
+    def run(self, layer_pass: LayerPass, state: dict[str, torch.Tensor]) -> LayerResult:
+        """Take one layer through its stages. state: the layer's tensors by name, as the checkpoint has them.
+
+        The pass is finished when this returns: its walk holds the layer's result.
+        """
+        if self._plan.method in SCALING_METHODS:
+            return self._scaled(layer_pass, state)
+        result = LayerResult({})
+        for stage in STAGES:
+            slots = [slot for slot in layer_pass.slots if slot.stage == stage]
+            observed = self.observe(layer_pass, stage) if self._plan.method == "gptq" else self._pass_through(layer_pass, stage)
+            for slot in slots:
+                self._install(slot, self._solve(slot.modules, state, observed, result), state)
+        layer_pass.finish()
+        return self._with_dense(result, state)
+
+    def observe(self, layer_pass: LayerPass, stage: str) -> Observed:
+        """Statistics of what each module of a stage reads. Raises InputError when an input is not finite."""
+        sums: dict[int, StatisticsAccumulator] = {}
+        slots: dict[int, Slot] = {}
+        for batch in layer_pass.inputs(stage):
+            for slot, x in batch:
+                if id(slot) not in sums:
+                    sums[id(slot)], slots[id(slot)] = StatisticsAccumulator(x.shape[-1]), slot
+                try:
+                    sums[id(slot)].add(x)
+                except InputError as error:
+                    raise InputError(f"{slot.modules[0]}: {error.message}", "calibrate in bfloat16 or float32: --dtype") from error
+        observed: Observed = {}
+        for key, accumulator in sums.items():
+            observed |= dict.fromkeys(slots[key].modules, accumulator.finish())
+        return observed
+
+    def _pass_through(self, layer_pass: LayerPass, stage: str) -> Observed:
+        for _ in layer_pass.inputs(stage):
+            pass
+        return {}
+
+    def _scaled(self, layer_pass: LayerPass, state: dict[str, torch.Tensor]) -> LayerResult:
+        observed: Observed = {}
+        for stage in STAGES:
+            observed |= self.observe(layer_pass, stage)
+        layer_pass.finish()
+        scaled = scale_layer(self._plan.method, self._model, layer_pass.built.index, state, observed, self._plan.config, self._dtype)
+        result = LayerResult({})
+        for slot in layer_pass.slots:
+            self._solve(slot.modules, scaled.tensors, scaled.observed, result)
+        self._note_scaling(result, scaled)
+        return self._with_dense(result, scaled.tensors)
+
+    def _note_scaling(self, result: LayerResult, scaled: ScaledLayer) -> None:
+        for module, note in scaled.notes.items():
+            if module in result.report:
+                result.report[module]["scaling"] = note
+
+    def _solve(
+        self, modules: Iterable[str], state: dict[str, torch.Tensor], observed: Observed, result: LayerResult
+    ) -> dict[str, QuantizedWeight]:
+        """Codes of those modules that are quantized; their tensors and entries go to the result."""
+        solved = {}
+        for module in modules:
+            if module not in self._plan.layers:
+                continue
+            scheme, weight = self._plan.scheme_for(module), finite_weight(module, state[f"{module}.weight"])
+            solved[module] = quantizer(scheme.method)(weight, scheme, observed.get(module), self._plan.solver or DEFAULTS)
+            result.tensors |= solved[module].tensors(module)
+            result.report[module] = layer_entry(solved[module], scheme)
+        return solved
+
+    def _install(self, slot: Slot, solved: dict[str, QuantizedWeight], state: dict[str, torch.Tensor]) -> None:
+        """Run the slot with its quantized weights from now on, as dense ones: their products are those of the codes but for rounding."""
+        if solved:
+            dtype = self._kernels.facts.dtype
+            dense = {f"{module}.weight": weight.weight.dense(dtype) for module, weight in solved.items()}
+            slot.install(load_linear(list(slot.modules), DictWeights({**state, **dense}, self._kernels), None, self._kernels))
+
+    def rebuild(self, index: int, result: LayerResult, state: dict[str, torch.Tensor]) -> WalkLayer:
+        """The layer that a run goes on with after `run` has given this result: quantized weights where it installed them."""
+        tensors = dict(state)
+        if self._plan.method not in SCALING_METHODS:
+            for module in result.report:
+                scheme = self._plan.scheme_for(module)
+                parts = {leaf: result.tensors[f"{module}.{leaf}"] for leaf in scheme.leaves()}
+                tensors[f"{module}.weight"] = build_weight(module, scheme, parts).dense(self._kernels.facts.dtype)
+        return build_walk_layer(self._model, index, None, DictWeights(tensors, self._kernels), self._kernels)
+
+    def _with_dense(self, result: LayerResult, state: dict[str, torch.Tensor]) -> LayerResult:
+        """Add what stays dense: norms, biases, modules that are not quantized."""
+        for name, tensor in state.items():
+            if name.removesuffix(".weight") not in result.report:
+                result.tensors[name] = tensor.to(self._dtype)
+        return result
+
+
+class DictWeights:
+    """A WeightSource over tensors by name, in the run's dtype and on its device; a tensor may be taken again."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], kernels: Kernels) -> None:
+        self._tensors, self._facts = tensors, kernels.facts
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str) -> torch.Tensor:
+        """The tensor; KeyError where there is none."""
+        return self._tensors[name].to(self._facts.device, self._facts.dtype)

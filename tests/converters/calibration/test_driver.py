@@ -1,0 +1,159 @@
+"""Calibrated quantization of whole tiny models: better than rounding, independent of the file's order, resumable, refusing what is bad."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engine_logits import by_transformers
+from tiny_models import make_tiny_checkpoint, save_tokenizer
+
+from dspark.converters.calibration.driver import WalkOptions
+from dspark.converters.calibration.run import CalibratedRun
+from dspark.converters.calibration.samples import SampleRequest
+from dspark.converters.pipeline import quantize
+from dspark.runtime.execution.loader import load_model
+from dspark.runtime.execution.logits import logits_for
+from dspark.runtime.spec.errors import UsageError
+from dspark.runtime.spec.manifest import MANIFEST_NAME, load_manifest
+
+PROMPT = list(range(3, 60))
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory) -> Path:
+    """Lines of unequal lengths."""
+    path = tmp_path_factory.mktemp("calibration") / "lines.jsonl"
+    dice = random.Random(0)
+    path.write_text(
+        "".join(json.dumps({"prompt": [dice.randrange(3, 320) for _ in range(dice.randint(5, 120))]}) + "\n" for _ in range(40))
+    )
+    return path
+
+
+def checkpoint_of(tmp_path: Path, family: str = "llama", **changes: object) -> Path:
+    checkpoint = make_tiny_checkpoint(tmp_path / "checkpoint", family, **changes)
+    save_tokenizer(checkpoint)
+    return checkpoint
+
+
+def run_of(calibration: Path, **options: object) -> CalibratedRun:
+    return CalibratedRun(SampleRequest(calibration), **options)  # type: ignore[arg-type]
+
+
+def bytes_of(engine: Path) -> dict[str, str]:
+    return {name: record.xxh3 for name, record in load_manifest(engine).tensors.items()}
+
+
+def distance(engine: Path, dense: Path) -> float:
+    """Mean squared error of the logits, relative."""
+    got, want = logits_for(load_model(engine), PROMPT), logits_for(load_model(dense), PROMPT)
+    return float((got - want).square().mean() / want.square().mean())
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2", "qwen3_moe", "phi3", "olmo2"])
+def test_a_calibrated_engine_is_audited_and_near_its_source(family: str, method: str, tmp_path, calibration) -> None:
+    """The audit holds the engine against transformers on the same (scaled, quantized) weights; the source is not far."""
+    from dspark.converters.pipeline import convert
+
+    checkpoint = checkpoint_of(tmp_path, family)
+    convert(checkpoint, tmp_path / "dense", audit=False)
+    result = quantize(checkpoint, tmp_path / "engine", "w4a16", method, 32, calibrated=run_of(calibration))
+    assert result.manifest.audit["summary"].startswith("audit passed")
+    quantize(checkpoint, tmp_path / "rounded", "w4a16", "rtn", 32, audit=False)
+    assert distance(tmp_path / "engine", tmp_path / "dense") < 1.5 * distance(tmp_path / "rounded", tmp_path / "dense")
+    layers = result.manifest.quality["layers"]
+    assert layers and all("output_sqnr_db" in entry or entry.get("notes") for entry in layers.values())
+    assert result.manifest.quality["calibration"]["samples"] == 40
+    assert not (tmp_path / ".engine.quantize").exists()
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
+def test_the_order_of_the_lines_changes_no_bit(method: str, tmp_path, calibration) -> None:
+    checkpoint = checkpoint_of(tmp_path)
+    lines = calibration.read_text().splitlines(keepends=True)
+    for name, order in (("a", lines), ("b", lines[::-1]), ("c", lines[17:] + lines[:17])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(order))
+        scheme = "w8a8" if method == "smoothquant" else "w4a16"
+        quantize(checkpoint, tmp_path / name, scheme, method, audit=False, calibrated=run_of(tmp_path / f"{name}.jsonl"))
+    assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b") == bytes_of(tmp_path / "c")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_an_interrupted_run_is_resumed_to_the_same_bytes(method: str, tmp_path, calibration) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop_after_the_first(done: int, total: int, words: str) -> None:
+        raise Stop
+
+    checkpoint = checkpoint_of(tmp_path, num_hidden_layers=3)
+    quantize(checkpoint, tmp_path / "undisturbed", "w4a16", method, audit=False, calibrated=run_of(calibration))
+    with pytest.raises(Stop):
+        quantize(
+            checkpoint, tmp_path / "engine", "w4a16", method, audit=False, calibrated=run_of(calibration, progress=stop_after_the_first)
+        )
+    assert not (tmp_path / "engine").exists() and (tmp_path / ".engine.quantize" / "layer-00000.json").is_file()
+    seen: list[int] = []
+    resumed = run_of(calibration, resume=True, progress=lambda done, total, words: seen.append(done))
+    result = quantize(checkpoint, tmp_path / "engine", "w4a16", method, audit=False, calibrated=resumed)
+    assert "1 layers were taken over from an interrupted run" in result.manifest.notes
+    assert bytes_of(tmp_path / "engine") == bytes_of(tmp_path / "undisturbed")
+    assert not (tmp_path / ".engine.quantize").exists()
+
+
+def test_other_settings_are_not_resumed_and_named(tmp_path, calibration) -> None:
+    checkpoint = checkpoint_of(tmp_path)
+
+    def stop(done: int, total: int, words: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(checkpoint, tmp_path / "engine", "w4a16", "gptq", audit=False, calibrated=run_of(calibration, progress=stop))
+    with pytest.raises(UsageError, match=r"--resume: the interrupted run had other settings: quantization \(then .*, now"):
+        quantize(checkpoint, tmp_path / "engine", "w8a16", "gptq", audit=False, calibrated=run_of(calibration, resume=True))
+    quantize(checkpoint, tmp_path / "engine", "w8a16", "gptq", audit=False, calibrated=run_of(calibration))
+    assert (tmp_path / "engine" / MANIFEST_NAME).is_file()
+
+
+def test_activations_on_disk_give_the_same_bytes(tmp_path, calibration) -> None:
+    checkpoint = checkpoint_of(tmp_path)
+    quantize(checkpoint, tmp_path / "memory", "w4a16", "gptq", audit=False, calibrated=run_of(calibration))
+    quantize(checkpoint, tmp_path / "disk", "w4a16", "gptq", audit=False, calibrated=run_of(calibration, walk=WalkOptions(on_disk=True)))
+    assert bytes_of(tmp_path / "memory") == bytes_of(tmp_path / "disk")
+
+
+def test_a_killed_command_continues_with_resume(tmp_path, calibration) -> None:
+    """kill -9 from outside, in the middle of the layers, then the same command with --resume: the undisturbed run's bytes."""
+    checkpoint = checkpoint_of(tmp_path, num_hidden_layers=6)
+    options = ["--scheme", "w4a16", "--method", "gptq", "--calibration", str(calibration), "--no-audit", "--quiet"]
+
+    def command(engine: str, *more: str) -> list[str]:
+        return [str(Path(sys.executable).with_name("dspark")), "quantize", str(checkpoint), str(tmp_path / engine), *options, *more]
+
+    subprocess.run(command("undisturbed"), check=True, timeout=300)
+    process = subprocess.Popen(command("engine"))
+    deadline = time.monotonic() + 240
+    while not (tmp_path / ".engine.quantize" / "layer-00001.json").is_file():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "engine").exists()
+    subprocess.run(command("engine", "--resume"), check=True, timeout=300)
+    assert bytes_of(tmp_path / "engine") == bytes_of(tmp_path / "undisturbed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "engine", "undisturbed"]
+
+
+def test_the_engine_gives_the_logits_of_its_dense_twin(tmp_path, calibration) -> None:
+    checkpoint = checkpoint_of(tmp_path)
+    quantize(checkpoint, tmp_path / "engine", "w3a16-asym", "gptq", 32, calibrated=run_of(calibration))
+    ours = logits_for(load_model(tmp_path / "engine"), PROMPT)
+    torch.testing.assert_close(ours, by_transformers(tmp_path / "engine", PROMPT), rtol=1e-3, atol=1e-3)
