@@ -59,20 +59,34 @@ class Sampler:
 
         Raises MachineError for a row with a NaN or without a finite best logit: any token for it would be an invented one.
         """
+        wide, tokens = self._best(logits, sequences)
+        if (tokens < 0).any():
+            raise _no_finite_logits(sequences[int(np.argmax(tokens < 0))])
+        gaps = top2_gaps(wide, tokens).tolist() if self.record_gaps else None
+        return self._drawn(wide, tokens, sequences), gaps
+
+    def sample_drafts(self, logits: torch.Tensor, sequences: Sequence[RowContext]) -> tuple[list[int], np.ndarray]:
+        """The same draw for rows that a draft model made: -1 instead of an error where none of its tokens is possible, and the rows
+        float32 [rows, V] as the request's options left them."""
+        wide, tokens = self._best(logits, sequences)
+        return self._drawn(wide, tokens, sequences), wide
+
+    def _best(self, logits: torch.Tensor, sequences: Sequence[RowContext]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows on the host with the requests' options applied, and the best token of each, -1 where there is none."""
         wide = logits.float().cpu().numpy()
         for row, seq in enumerate(sequences):
             params = seq.request.params
             if changes_logits(params, seq.num_output_tokens):
                 process_row(wide[row], params, seq.token_ids, seq.prompt_len, self.eos_token_ids)
-        tokens = argmax_rows(wide)
-        if (tokens < 0).any():
-            raise _no_finite_logits(sequences[int(np.argmax(tokens < 0))])
-        gaps = top2_gaps(wide, tokens).tolist() if self.record_gaps else None
-        random_rows = [row for row, seq in enumerate(sequences) if not seq.request.params.is_greedy]
+        return wide, argmax_rows(wide)
+
+    def _drawn(self, wide: np.ndarray, best: np.ndarray, sequences: Sequence[RowContext]) -> list[int]:
+        """The best tokens, drawn ones in their place where a row is drawn at random."""
+        random_rows = [row for row, seq in enumerate(sequences) if best[row] >= 0 and not seq.request.params.is_greedy]
         if random_rows:
             options = draw_options(random_rows, sequences)
-            tokens[options.rows] = draw_rows(wide, tokens, options)
-        return tokens.tolist(), gaps
+            best[options.rows] = draw_rows(wide, best, options)
+        return best.tolist()
 
 
 def draw_options(rows: list[int], sequences: Sequence[RowContext]) -> DrawOptions:

@@ -117,3 +117,13 @@ def test_gaps_are_recorded_for_the_logits_that_were_chosen_from() -> None:
     tokens, gaps = sampler.sample(logits, [sequence(0), sequence(1, logit_bias=((20, 4.0),))])
     assert tokens == [10, 20] and gaps == [0.5, 3.5]
     assert Sampler(frozenset()).sample(logits, [sequence(0), sequence(1)])[1] is None
+
+
+def test_a_draft_is_drawn_as_the_target_draws_and_ends_where_nothing_is_possible() -> None:
+    """A draft model with a part of the vocabulary may have none of the tokens that a request allows: no error, no draft."""
+    logits, sequences, sampler = rows(7), mixed(), Sampler(frozenset({7}))
+    drawn, processed = sampler.sample_drafts(logits.clone(), sequences)
+    assert drawn == sample(logits, sequences)
+    assert processed[6, 5] == pytest.approx(float(logits[6, 5]) + 100.0)
+    logits[2] = -math.inf
+    assert sampler.sample_drafts(logits.clone(), sequences)[0] == [*drawn[:2], -1, *drawn[3:]]
