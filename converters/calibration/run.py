@@ -61,8 +61,7 @@ class OpenRun(AbstractContextManager["OpenRun"]):
         self.calibration = load_samples(self._request.samples, load_codec(writer.directory), self._model.config)
         self._plan.notes += self.calibration.notes
         self._plan.calibration = self.calibration.record()
-        self._work = WorkDirectory(self._engine_dir, self._fingerprint(self.calibration), self._request.resume)
-        self._work.__enter__()
+        self._work = WorkDirectory(self._engine_dir, self._fingerprint(self.calibration), self._request.resume).__enter__()
         if self._work.num_done:
             self._plan.notes.append(f"{self._work.num_done} layers were taken over from an interrupted run")
         walk = CalibratedQuantization(self._model, self._plan, self.calibration, self._work, self._request.walk, self._request.progress)
