@@ -45,7 +45,7 @@ _MODULES: dict[str, dict[str, str]] = {
         "make_dense_linear": "dspark.kernels.cpu.linear",
         "make_wna16_linear": "dspark.kernels.cpu.linear",
         "make_fp8_linear": "dspark.kernels.cpu.linear",
-        "make_int8_linear": "dspark.kernels.cpu.linear",
+        "make_int8_linear": "dspark.kernels.cpu.int8",
     },
     "reference": {
         **dict.fromkeys(_ELEMENTWISE, "dspark.kernels.reference.elementwise"),

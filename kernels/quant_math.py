@@ -64,14 +64,20 @@ def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor, block: tuple[in
 
 INT8_STEPS = 127.5
 """Steps of an activation's scale on each side of zero: the range -128 .. 127 has 255 steps (compressed-tensors' rule)."""
+SMALLEST_TOKEN = 2.0**-100
+"""A token whose values are all smaller counts as zeros: the inverse of its step would leave float32."""
 
 
 def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations [T, K] -> int8 [T, K] and scale float32 [T, 1] with x = code * scale: one scale for each token, zero at zero.
 
-    Ties round to even; the largest value itself falls on 127.5 and is cut to 127. A token of zeros gets scale 1.
+    code = round(x * (127.5 / largest)): a product, not a quotient, since that is the same number on every device. Ties round to even; the
+    largest value falls on 127.5 and is cut to 127. A token of zeros gets scale 1. One with a value that is not finite gets scale NaN, and
+    its outputs are NaN too.
     """
     x = x.float()
-    scale = x.abs().amax(-1, keepdim=True) / INT8_STEPS
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return torch.round(x / scale).clamp_(-128, 127).to(torch.int8), scale
+    largest = x.abs().amax(-1, keepdim=True)
+    usable = (largest >= SMALLEST_TOKEN) & largest.isfinite()
+    codes = torch.round(x * (torch.full_like(largest, INT8_STEPS) / largest)).clamp_(-128, 127)  # a true quotient
+    without = torch.where(largest < SMALLEST_TOKEN, 1.0, torch.nan)
+    return torch.where(usable, codes, 0.0).to(torch.int8), torch.where(usable, largest / INT8_STEPS, without)

@@ -11,9 +11,7 @@ from dspark.kernels.cpu.rows import rounded_rows, with_room
 from dspark.kernels.cpu.wna16 import PanelWeight
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.fp8 import Fp8Weight
-from dspark.kernels.int8 import Int8Weight
-from dspark.kernels.quant_math import quantize_tokens
-from dspark.kernels.reference.linear import LinearFn, scaled_sums
+from dspark.kernels.reference.linear import LinearFn
 from dspark.kernels.wna16 import Wna16Weight
 
 DETERMINISTIC_ROWS = 64
@@ -61,17 +59,6 @@ def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelF
     """A dense product: the weight is expanded at load (twice its bytes in bfloat16, four times in float32), since no CPU instruction here
     reads FP8."""
     return make_dense_linear(weight.dense(facts.dtype), bias, facts)
-
-
-def make_int8_linear(weight: Int8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
-    """The library's exact product of 8-bit integers: sums do not depend on their order, so deterministic runs need no fixed tiles."""
-    codes, scales = weight.qweight.t(), weight.scales.float()
-
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        quantized, token_scale = quantize_tokens(x)
-        return scaled_sums(torch._int_mm(quantized, codes), token_scale, scales, bias, x.dtype)
-
-    return linear
 
 
 def _has_onednn_bf16(weight: torch.Tensor) -> bool:

@@ -1,0 +1,208 @@
+"""Products of 8-bit integers on both sides (W8A8): inputs are quantized, multiplied exactly, and scaled, in two compiled passes.
+
+A step of few rows is bound by reading the weights, which are half of bfloat16's; the inner loops (`int8_blocks`) keep memory busy while
+they compute. Sums of integers do not depend on their order, so a row's result depends on nothing but the row: no fixed tiles are needed
+in deterministic runs, and any number of rows runs without a kernel of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import get_num_threads, njit, prange
+
+from dspark.kernels.cpu.int8_blocks import (
+    AMX_ROWS,
+    INPUT_STEP,
+    TILE_BYTES,
+    VNNI_ROWS,
+    amx_16_all,
+    amx_16_half,
+    amx_16_none,
+    amx_32_all,
+    amx_32_half,
+    amx_32_none,
+    configure_tiles,
+    has_amx,
+    has_vnni,
+    release_tiles,
+    tile_shapes,
+    vnni_1,
+    vnni_2,
+    vnni_4,
+    vnni_8,
+    vnni_8_none,
+)
+from dspark.kernels.cpu.int8_rows import BLOCK_OUTPUTS, finish_rows, quantize_row
+from dspark.kernels.cpu.llvm import LINE_BYTES, address
+from dspark.kernels.cpu.rows import empty_rows
+from dspark.kernels.cpu.views import as_array
+from dspark.kernels.facts import KernelFacts
+from dspark.kernels.int8 import Int8Weight
+from dspark.kernels.quant_math import quantize_tokens
+from dspark.kernels.reference.linear import LinearFn, scaled_sums
+
+SERIAL_ELEMENTS = 32768
+"""Up to so many inputs are quantized on the calling thread."""
+MAX_INPUTS = (1 << 17) - 1
+"""A sum of so many products of 8-bit integers, 2**14 each at most, fits 32 bits."""
+EXACT_INPUTS = 1 << 10
+"""A sum of so many products is exact in float32, 24 bits."""
+SUMS_BYTES = 4 * AMX_ROWS * BLOCK_OUTPUTS
+
+
+def supports(op: str, facts: KernelFacts) -> str | None:
+    if facts.dtype not in (torch.float32, torch.bfloat16):
+        return f"is made for float32 and bfloat16, the dtype is {str(facts.dtype).removeprefix('torch.')}"
+    return None
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _scratch(num_rows, row_bytes, num_workers):
+    """Room for the codes (rows filled up to whole tiles), the rows' steps and each worker's sums, which begin on cache lines: a tile that
+    does not takes twice as long to load."""
+    filled = -(-num_rows // AMX_ROWS) * AMX_ROWS
+    code_bytes, scale_bytes = filled * row_bytes, 4 * filled
+    room = np.empty(code_bytes + scale_bytes + num_workers * SUMS_BYTES + LINE_BYTES, np.uint8)
+    room = room[-address(room) % LINE_BYTES :]
+    codes = room[:code_bytes].reshape(filled, row_bytes)
+    row_scales = room[code_bytes : code_bytes + scale_bytes].view(np.float32)
+    sums = room[code_bytes + scale_bytes : code_bytes + scale_bytes + num_workers * SUMS_BYTES].view(np.int32)
+    return codes, row_scales, sums
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _product_amx(inputs, weight, row_bytes, corrections, scales, bias, shapes, num_workers, out):
+    """inputs [M, K], weight int8 (flat panels of inputs filled up to row_bytes) -> out [M, N]; shapes: see `tile_shapes`."""
+    num_rows, num_blocks = inputs.shape[0], scales.shape[0] // BLOCK_OUTPUTS
+    codes, row_scales, sums = _scratch(num_rows, row_bytes, num_workers)
+    if inputs.size <= SERIAL_ELEMENTS:
+        for row in range(num_rows):
+            quantize_row(inputs, row, codes, row_scales)
+    else:
+        for row in prange(num_rows):
+            quantize_row(inputs, row, codes, row_scales)
+    x, steps, panel_bytes = codes.reshape(-1), row_bytes // INPUT_STEP, 16 * row_bytes
+    for worker in prange(num_workers):
+        scratch = worker * AMX_ROWS * BLOCK_OUTPUTS
+        last = (worker + 1) * num_blocks // num_workers
+        configure_tiles(shapes)
+        for block in range(worker * num_blocks // num_workers, last):
+            offset = block * 2 * panel_bytes
+            ahead = offset + 2 * panel_bytes if block + 1 < last else offset
+            for row in range(0, num_rows, AMX_ROWS):
+                x_offset = row * row_bytes
+                if num_rows - row > 16:
+                    if num_rows <= AMX_ROWS:
+                        amx_32_all(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
+                    elif row <= AMX_ROWS:
+                        half = ahead + row // AMX_ROWS * (TILE_BYTES // 2)
+                        amx_32_half(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, half, sums, scratch)
+                    else:
+                        amx_32_none(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
+                elif row == 0:
+                    amx_16_all(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
+                elif row == AMX_ROWS:
+                    half = ahead + TILE_BYTES // 2
+                    amx_16_half(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, half, sums, scratch)
+                else:
+                    amx_16_none(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
+                finish_rows(sums, scratch, row, min(AMX_ROWS, num_rows - row), row_scales, corrections, scales, bias, block, out)
+        release_tiles()
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _product_vnni(inputs, weight, row_bytes, corrections, scales, bias, shapes, num_workers, out):
+    """The same without tiles."""
+    num_rows, num_blocks = inputs.shape[0], scales.shape[0] // BLOCK_OUTPUTS
+    codes, row_scales, sums = _scratch(num_rows, row_bytes, num_workers)
+    if inputs.size <= SERIAL_ELEMENTS:
+        for row in range(num_rows):
+            quantize_row(inputs, row, codes, row_scales)
+    else:
+        for row in prange(num_rows):
+            quantize_row(inputs, row, codes, row_scales)
+    x, steps, panel_bytes = codes.reshape(-1), row_bytes // INPUT_STEP, 16 * row_bytes
+    for worker in prange(num_workers):
+        scratch = worker * AMX_ROWS * BLOCK_OUTPUTS
+        last = (worker + 1) * num_blocks // num_workers
+        for block in range(worker * num_blocks // num_workers, last):
+            offset = block * 2 * panel_bytes
+            ahead = offset + 2 * panel_bytes if block + 1 < last else offset
+            for row in range(0, num_rows, VNNI_ROWS):
+                x_offset, left = row * row_bytes, num_rows - row
+                if left > 4 and row:
+                    vnni_8_none(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
+                elif left > 4:
+                    vnni_8(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
+                elif left > 2:
+                    vnni_4(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
+                elif left > 1:
+                    vnni_2(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
+                else:
+                    vnni_1(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
+                finish_rows(sums, scratch, row, min(VNNI_ROWS, left), row_scales, corrections, scales, bias, block, out)
+
+
+def vector_product() -> Callable[..., None] | None:
+    """The product that this CPU has instructions for, or None."""
+    if has_amx():
+        return _product_amx
+    return _product_vnni if has_vnni() else None
+
+
+def make_int8_linear(weight: Int8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
+    """Inputs quantized token by token, an exact product of integers, scaled in float32; see `kernels.reference.linear`."""
+    product = vector_product()
+    if product is None or weight.in_features > MAX_INPUTS:
+        return _float_linear(weight, bias)
+    return Int8Panels(weight, bias, product)
+
+
+class Int8Panels:
+    """A weight [N, K] in panels (see `int8_blocks`), with N filled up to a multiple of 32 and K of 64 by zeros, and its linear."""
+
+    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None, product: Callable[..., None]) -> None:
+        outputs, inputs = weight.out_features, weight.in_features
+        missing = (0, -inputs % INPUT_STEP, 0, -outputs % BLOCK_OUTPUTS)
+        filled = torch.nn.functional.pad(weight.qweight, missing)
+        self.out_features, self.in_features = outputs, inputs
+        row_bytes = filled.shape[1]
+        panels = filled.view(-1, 16, row_bytes // 4, 4).transpose(1, 2).contiguous()
+        self._product = product
+        self._constants: tuple[Any, ...] = (
+            panels.view(-1).numpy(),
+            row_bytes,
+            (filled.sum(1, dtype=torch.int32) * -128).numpy(),
+            _filled(weight.scales, missing[3]),
+            _filled(bias if bias is not None else weight.scales.new_zeros(outputs), missing[3]),
+            tile_shapes(),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, K] -> [M, N]."""
+        out = empty_rows(x.shape[0], self.out_features, x.dtype)
+        if x.shape[0]:
+            self._product(as_array(x.contiguous()), *self._constants, get_num_threads(), as_array(out))
+        return out
+
+
+def _filled(values: torch.Tensor, missing: int) -> np.ndarray:
+    return torch.nn.functional.pad(values.float(), (0, missing)).numpy()
+
+
+def _float_linear(weight: Int8Weight, bias: torch.Tensor | None) -> LinearFn:
+    """For CPUs without these instructions: sums of up to EXACT_INPUTS products in float32, which holds them exactly, added in float64."""
+    pieces = [piece.float().t() for piece in weight.qweight.split(EXACT_INPUTS, dim=1)]
+    scales = weight.scales.float()
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        quantized, token_scale = quantize_tokens(x)
+        parts = [torch.mm(codes.float(), piece) for codes, piece in zip(quantized.split(EXACT_INPUTS, dim=1), pieces, strict=True)]
+        sums = parts[0] if len(parts) == 1 else torch.stack(parts).double().sum(0)
+        return scaled_sums(sums, token_scale, scales, bias, x.dtype)
+
+    return linear
