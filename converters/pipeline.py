@@ -80,6 +80,7 @@ def quantize(
     solver: SolverOptions | None = None,
     calibrated: CalibratedRun | None = None,
     gate: Gate | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> Result:
     """Quantize an engine, or any checkpoint that `convert` reads. dtype: of what stays dense.
 
@@ -89,11 +90,12 @@ def quantize(
     check_target(Path(engine_dir), force)
     model = map_checkpoint(open_checkpoint(source), dtype)
     refuse_packed(model)
-    plan = plan_quantization(model, QuantRequest(scheme, method, group_size, ignore, rules, solver))
-    if method in CALIBRATED_METHODS and calibrated is None:
-        raise UsageError(f"--method {method} looks at text", "type --calibration FILE with a .txt, or the job's own .jsonl")
+    plan = plan_quantization(model, QuantRequest(scheme, method, group_size, ignore, rules, solver, kv_cache_dtype))
+    if plan.looks_at_text and calibrated is None:
+        what = f"--method {method}" if method in CALIBRATED_METHODS else f"--kv-cache-dtype {kv_cache_dtype}"
+        raise UsageError(f"{what} looks at text", "type --calibration FILE with a .txt, or the job's own .jsonl")
     job = _Job(model, Path(engine_dir), force, audit, progress, plan, gate)
-    if calibrated is None:
+    if calibrated is None or not plan.looks_at_text:
         return _write(job, lambda writer: quantized_tensors(model, plan), plan.names(model))
     with calibrated.open(model, plan, Path(engine_dir)) as run:
         result = _write(job, run.tensors, run.names())
@@ -127,7 +129,7 @@ def _write(job: _Job, tensors: Tensors, names: list[str]) -> Result:
         generation = model.reader.generation_config()
         if generation is not None:
             writer.add_json("generation_config.json", generation)
-        with nullcontext() if plan is not None and plan.method in CALIBRATED_METHODS else one_torch_thread():
+        with nullcontext() if plan is not None and plan.looks_at_text else one_torch_thread():
             for done, (name, tensor) in enumerate(tensors(writer), 1):
                 writer.add(name, tensor)
                 if job.progress is not None:
@@ -135,6 +137,8 @@ def _write(job: _Job, tensors: Tensors, names: list[str]) -> Result:
         notes += plan.notes if plan else []
         measured = plan.quality if plan else getattr(model.reader, "quality", dict)
         record: dict[str, Any] = {"lineage": lineage(model), "notes": tuple(notes), "quality": measured()}
+        if plan is not None and plan.kv_cache is not None:
+            record["kv_cache"] = plan.kv_cache
         manifest = writer.finish(model.config, plan.config if plan else packed_config(model), **record)
         if job.audit:
             manifest = replace(manifest, audit=audit_engine(writer.directory, model.reader))

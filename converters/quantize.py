@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dspark.converters.mapping import MappedModel, linear_modules, router_patterns
 from dspark.converters.readers.base import summarize
 from dspark.runtime.spec.errors import InputError, UsageError
+from dspark.runtime.spec.kv_cache import KVCacheConfig, scale_names
 from dspark.runtime.spec.quant import GROUP_SIZES, PRESETS, QuantConfig, QuantScheme, default_group_size, preset
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ DENSE = "dense"
 class QuantRequest:
     """What the user asked for. rules: (pattern of module names, scheme or DENSE); of several that match the last one counts.
 
-    solver: SolverOptions, None for their defaults.
+    solver: SolverOptions, None for their defaults. kv_cache_dtype: of a cache to calibrate besides, see `spec.kv_cache.QUANTIZED_CACHES`.
     """
 
     scheme: str
@@ -38,6 +39,7 @@ class QuantRequest:
     ignore: tuple[str, ...] = ()
     rules: tuple[tuple[str, str], ...] = ()
     solver: SolverOptions | None = None
+    kv_cache_dtype: str | None = None
 
 
 @dataclass
@@ -55,6 +57,12 @@ class QuantPlan:
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     calibration: dict[str, Any] | None = None
+    kv_cache: KVCacheConfig | None = None
+
+    @property
+    def looks_at_text(self) -> bool:
+        """Whether samples have to be taken through the model."""
+        return self.method in CALIBRATED_METHODS or self.kv_cache is not None
 
     def scheme_for(self, module: str) -> QuantScheme:
         """The scheme of a layer of the plan."""
@@ -69,6 +77,8 @@ class QuantPlan:
             module = name.removesuffix(".weight")
             stored = module in self.layers and name != module
             names += [f"{module}.{leaf}" for leaf in self.scheme_for(module).leaves()] if stored else [name]
+        if self.kv_cache is not None:
+            names += [name for layer in range(model.config.num_layers) for name in scale_names(layer)]
         return names
 
     def quality(self) -> dict[str, Any]:
@@ -93,6 +103,7 @@ def plan_quantization(model: MappedModel, request: QuantRequest) -> QuantPlan:
     layer's inputs (naming the layers), or an --ignore or --rule pattern that matches no layer.
     """
     from dspark.converters.quantizers.base import DEFAULTS, stored_scheme
+    from dspark.converters.quantizers.kv_cache import kv_cache_config
 
     base = preset(request.scheme)
     check_method(request.method, base)
@@ -119,7 +130,8 @@ def plan_quantization(model: MappedModel, request: QuantRequest) -> QuantPlan:
     check_packing(schemes, layers)
     plain = not request.rules
     config = replace(ignored, scheme=next(iter(schemes.values()))) if plain else QuantConfig.of_modules(schemes)
-    return QuantPlan(config, request.method, layers, note, solver)
+    kv_cache = kv_cache_config(request.kv_cache_dtype) if request.kv_cache_dtype else None
+    return QuantPlan(config, request.method, layers, note, solver, kv_cache=kv_cache)
 
 
 def check_method(method: str, scheme: QuantScheme) -> None:

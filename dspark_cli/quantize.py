@@ -12,6 +12,7 @@ import typer
 
 from dspark.runtime.spec.engine_config import DEVICE_CHOICES
 from dspark.runtime.spec.errors import UsageError
+from dspark.runtime.spec.kv_cache import QUANTIZED_CACHES
 from dspark.runtime.spec.openmp import bound_spinning
 from dspark.runtime.spec.quant import GROUP_SIZES, PRESETS
 from dspark_cli.console import Console
@@ -45,9 +46,11 @@ class QuantizeOptions:
     calibration: Path | None = flag(None, "text to calibrate on: .jsonl lines in the batch format, or .txt", metavar="FILE")
     samples: int = flag(128, "most samples to take from the calibration file", low=1, high=65536)
     sample_tokens: int = flag(512, "longest sample, in tokens", low=2, high=65536)
+    self_generate: bool = flag(False, "calibrate on the model's own greedy answers too, for lines that have none", names="--self-generate")
     act_order: bool = flag(True, "GPTQ: treat the inputs that matter most first")
     static_groups: bool = flag(True, "GPTQ: with --act-order groups stay neighbours; without, they are stored with a permutation")
     damp: float = flag(0.01, "GPTQ: damping of the Hessian, relative to its mean diagonal", low=0.0, high=1.0)
+    kv_cache_dtype: str | None = flag(None, "calibrate scales for an 8-bit KV cache too; generate then takes it", choices=QUANTIZED_CACHES)
     activations: str = flag("memory", "where activations between layers are kept", choices=ACTIVATIONS)
     resume: bool = flag(False, "go on with the layers that an interrupted run with the same settings has finished", names="--resume")
     eval: Path | None = flag(
@@ -96,6 +99,7 @@ def quantize(console: Console, options: QuantizeOptions) -> int:
             SolverOptions(act_order=options.act_order, static_groups=options.static_groups, damp=options.damp),
             calibrated,
             gate,
+            options.kv_cache_dtype,
         )
     finally:
         if progress is not None:
@@ -115,7 +119,7 @@ def calibrated_run(console: Console, options: QuantizeOptions) -> tuple[Calibrat
     bar = LayerBar(console)
     if options.calibration is None:
         return None, bar
-    request = SampleRequest(options.calibration, options.samples, options.sample_tokens)
+    request = SampleRequest(options.calibration, options.samples, options.sample_tokens, options.self_generate)
     walk = WalkOptions(options.device, on_disk=options.activations == "disk")
     return CalibratedRun(request, walk, options.resume, bar), bar
 

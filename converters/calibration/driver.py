@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from dspark.converters.calibration.work import WorkDirectory
 from dspark.converters.mapped_weights import MappedWeights
 from dspark.converters.mapping import EMBEDDING, MappedModel
 from dspark.converters.quantize import QuantPlan
+from dspark.converters.quantizers.kv_cache import KVObserver
 from dspark.runtime.execution.layer_walk import LayerWalk, build_walk_layer
 from dspark.runtime.execution.loader import choose_kernels, resolve_device
 
@@ -85,7 +86,13 @@ class CalibratedQuantization:
             self._walk.advance(self._quantizer.rebuild(index, result, state))  # as the earlier run went on: the same bits come out
             return result
         built = build_walk_layer(self._model.config, index, None, DictWeights(state, self._kernels), self._kernels)
-        result = self._quantizer.run(LayerPass(self._walk, built, self._allocate), state)
+        observer = KVObserver(self._kernels) if self._plan.kv_cache is not None else None
+        result = self._quantizer.run(LayerPass(self._walk, built, self._allocate, observer), state)
+        if observer is not None and self._plan.kv_cache is not None:
+            if result.value_scales is not None and observer.v_absmax is not None:
+                observer.v_absmax = observer.v_absmax / result.value_scales.view_as(observer.v_absmax)
+            self._plan.kv_cache = replace(self._plan.kv_cache, num_tokens=observer.num_tokens)
+            result.tensors |= observer.tensors(index, self._plan.kv_cache)
         self._work.save(index, result)
         return result
 

@@ -17,6 +17,7 @@ import torch
 from dspark.converters.calibration.layer_pass import STAGES, LayerPass, Slot
 from dspark.converters.calibration.scale_layer import ScaledLayer, scale_layer
 from dspark.converters.quantize import QuantPlan, finite_weight, layer_entry
+from dspark.converters.quantizers.awq import solver_options
 from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, quantizer
 from dspark.converters.quantizers.statistics import LayerStatistics, StatisticsAccumulator
 from dspark.kernels.ops import Kernels
@@ -32,10 +33,14 @@ Observed = dict[str, LayerStatistics]
 
 @dataclass
 class LayerResult:
-    """Tensors of one layer as the engine stores them, and each quantized module's entry for the report."""
+    """Tensors of one layer as the engine stores them, and each quantized module's entry for the report.
+
+    value_scales: what the layer's values were divided by after they were observed [num_kv_heads * head_dim], None for nothing.
+    """
 
     tensors: dict[str, torch.Tensor]
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
+    value_scales: torch.Tensor | None = None
 
 
 class LayerQuantizer:
@@ -89,7 +94,7 @@ class LayerQuantizer:
             observed |= self.observe(layer_pass, stage)
         layer_pass.finish()
         scaled = scale_layer(self._plan.method, self._model, layer_pass.built.index, state, observed, self._plan.config, self._dtype)
-        result = LayerResult({})
+        result = LayerResult({}, value_scales=scaled.value_scales)
         for slot in layer_pass.slots:
             self._solve(slot.modules, scaled.tensors, scaled.observed, result)
         self._note_scaling(result, scaled)
@@ -109,7 +114,9 @@ class LayerQuantizer:
             if module not in self._plan.layers:
                 continue
             scheme, weight = self._plan.scheme_for(module), finite_weight(module, state[f"{module}.weight"])
-            solved[module] = quantizer(scheme.method)(weight, scheme, observed.get(module), self._plan.solver or DEFAULTS)
+            options = self._plan.solver or DEFAULTS
+            options = solver_options(module, options) if scheme.method == "awq" else options
+            solved[module] = quantizer(scheme.method)(weight, scheme, observed.get(module), options)
             result.tensors |= solved[module].tensors(module)
             result.report[module] = layer_entry(solved[module], scheme)
         return solved

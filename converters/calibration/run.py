@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from dspark.converters.calibration.answers import greedy_answers
 from dspark.converters.calibration.driver import CalibratedQuantization, LayerProgress, WalkOptions
 from dspark.converters.calibration.samples import CalibrationSet, SampleRequest, load_samples
 from dspark.converters.calibration.work import WorkDirectory
@@ -18,6 +20,7 @@ from dspark.converters.quantize import QuantPlan
 from dspark.converters.threads import usable_cores
 from dspark.converters.writer import EngineWriter, hash_file
 from dspark.runtime.jobs.tokenizer import load_codec
+from dspark.runtime.spec.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +61,7 @@ class OpenRun(AbstractContextManager["OpenRun"]):
 
     def tensors(self, writer: EngineWriter) -> Iterator[tuple[str, torch.Tensor]]:
         """Read the samples with the engine's own tokenizer, then quantize layer by layer."""
-        self.calibration = load_samples(self._request.samples, load_codec(writer.directory), self._model.config)
+        self.calibration = load_samples(self._request.samples, load_codec(writer.directory), self._model.config, self._answer)
         self._plan.notes += self.calibration.notes
         self._plan.calibration = self.calibration.record()
         self._work = WorkDirectory(self._engine_dir, self._fingerprint(self.calibration), self._request.resume).__enter__()
@@ -66,6 +69,18 @@ class OpenRun(AbstractContextManager["OpenRun"]):
             self._plan.notes.append(f"{self._work.num_done} layers were taken over from an interrupted run")
         walk = CalibratedQuantization(self._model, self._plan, self.calibration, self._work, self._request.walk, self._request.progress)
         yield from walk.tensors()
+
+    def _answer(self, prompts: list[list[int]], limit: int) -> list[list[int]]:
+        """By the source itself, which is converted for it unless it is an engine."""
+        from dspark.converters.pipeline import convert
+
+        source = Path(self._model.reader.path)
+        if (source / MANIFEST_NAME).is_file():
+            return greedy_answers(source, prompts, limit)
+        with TemporaryDirectory(prefix=f".{self._engine_dir.name}.source-", dir=self._engine_dir.resolve().parent) as directory:
+            engine = Path(directory) / "engine"
+            convert(source, engine, dtype=self._model.config.dtype, audit=False)
+            return greedy_answers(engine, prompts, limit)
 
     def discard(self) -> None:
         """The engine is published: nothing is left to resume."""

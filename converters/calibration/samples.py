@@ -8,7 +8,7 @@ depends on their content alone, so that the same lines in another order give the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,11 +34,28 @@ _STRETCHES = 64  # a text longer than what is needed is read in this many places
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What to take from a file. num_samples: at most; sample_tokens: longer samples are cut there (a text makes windows of it)."""
+    """What to take from a file. num_samples: at most; sample_tokens: longer samples are cut there (a text makes windows of it).
+
+    self_generate: lines without an answer get the model's own greedy one.
+    """
 
     path: Path
     num_samples: int = NUM_SAMPLES
     sample_tokens: int = SAMPLE_TOKENS
+    self_generate: bool = False
+
+
+Answer = Callable[[list[list[int]], int], list[list[int]]]
+"""(prompts, most tokens of prompt and answer together) -> each prompt with the model's greedy answer behind it"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sample of a file. number: its line or window, from 1. open: it is a prompt, and nothing answers it."""
+
+    number: int
+    tokens: list[int]
+    open: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,8 +87,8 @@ class CalibrationSet:
         return {"file": self.source, "samples": len(self.samples), "tokens": self.num_tokens, "digest": self.digest}
 
 
-def load_samples(request: SampleRequest, codec: TextCodec, config: ModelConfig) -> CalibrationSet:
-    """Read, check and choose the samples.
+def load_samples(request: SampleRequest, codec: TextCodec, config: ModelConfig, answer: Answer | None = None) -> CalibrationSet:
+    """Read, check and choose the samples. answer: for a request with self_generate.
 
     Raises InputError when the file cannot be read, has no usable sample, or fewer than MIN_TOKENS tokens.
     """
@@ -81,21 +98,38 @@ def load_samples(request: SampleRequest, codec: TextCodec, config: ModelConfig) 
         found = _from_lines(request.path, codec, config, limit, notes)
     else:
         found = _from_text(request.path, codec, limit, request.num_samples, notes)
-    return choose(found, request, notes)
+    chosen = choose(found, request, notes)
+    if request.self_generate and answer is not None:
+        chosen = _answered(chosen, {_content_key(sample.tokens) for sample in found if sample.open}, answer, limit)
+    return chosen
 
 
-def choose(found: Sequence[tuple[int, list[int]]], request: SampleRequest, notes: list[str]) -> CalibrationSet:
-    """Drop repeated and degenerate samples, take the first num_samples by content. found: (number in the file, token ids)."""
+def _answered(chosen: CalibrationSet, open_keys: set[int], answer: Answer, limit: int) -> CalibrationSet:
+    """The same samples, those that nothing answers with the model's own answers."""
+
+    def complete(samples: list[list[int]]) -> list[list[int]]:
+        places = [place for place, tokens in enumerate(samples) if _content_key(tokens) in open_keys and len(tokens) < limit]
+        answered = dict(zip(places, answer([samples[place] for place in places], limit) if places else [], strict=True))
+        return [answered.get(place, tokens) for place, tokens in enumerate(samples)]
+
+    samples, held_out = complete(chosen.samples), complete(chosen.held_out)
+    changed = sum(before is not after for before, after in zip(chosen.samples, samples, strict=True))
+    notes = (*chosen.notes, f"calibration: {changed} samples got the model's own answers")
+    return replace(chosen, samples=samples, held_out=held_out, notes=notes)
+
+
+def choose(found: Sequence[Found], request: SampleRequest, notes: list[str]) -> CalibrationSet:
+    """Drop repeated and degenerate samples, take the first num_samples by content."""
     usable: dict[int, list[int]] = {}
     repeated, flat = [], []
-    for number, tokens in found:
-        key = _content_key(tokens)
+    for sample in found:
+        key = _content_key(sample.tokens)
         if key in usable:
-            repeated.append(str(number))
-        elif len(tokens) > 1 and len(set(tokens)) == 1:
-            flat.append(str(number))
+            repeated.append(str(sample.number))
+        elif len(sample.tokens) > 1 and len(set(sample.tokens)) == 1:
+            flat.append(str(sample.number))
         else:
-            usable[key] = tokens
+            usable[key] = sample.tokens
     if repeated:
         notes.append(f"calibration: {len(repeated)} samples repeat an earlier one and are left out: numbers {summarize(repeated)}")
     if flat:
@@ -115,14 +149,15 @@ def _content_key(tokens: Sequence[int]) -> int:
     return xxhash.xxh3_128_intdigest(b"".join(token.to_bytes(4, "little") for token in tokens))
 
 
-def _from_lines(path: Path, codec: TextCodec, config: ModelConfig, limit: int, notes: list[str]) -> list[tuple[int, list[int]]]:
-    """(line number, token ids) of every line that can be used; what is wrong with the others goes to the notes, by number."""
+def _from_lines(path: Path, codec: TextCodec, config: ModelConfig, limit: int, notes: list[str]) -> list[Found]:
+    """Every line that can be used; what is wrong with the others goes to the notes, by number."""
     builder = PromptBuilder(codec, SamplingParams(), config.context_length, config.vocab_size)
-    found: list[tuple[int, list[int]]] = []
+    found: list[Found] = []
     refused: list[str] = []
     for number, raw in _lines(path):
         try:
-            found.append((number, sample_of_line(raw, number, builder)[:limit]))
+            tokens, is_open = sample_of_line(raw, number, builder)
+            found.append(Found(number, tokens[:limit], is_open))
         except RequestError as error:
             refused.append(f"line {number} ({error.message})")
     if refused:
@@ -130,23 +165,27 @@ def _from_lines(path: Path, codec: TextCodec, config: ModelConfig, limit: int, n
     return found
 
 
-def sample_of_line(raw: bytes, number: int, builder: PromptBuilder) -> list[int]:
-    """Token ids of one line: the conversation as the template writes it, the text of a plain one. Raises RequestError."""
-    line = job_line(raw, number)
-    if line.messages is not None and line.messages[-1].get("role") == "assistant":
-        line = replace(line, add_generation_prompt=False)  # the conversation already has its answer
-    return builder.build(line, 0).prompt_token_ids
+def sample_of_line(raw: bytes, number: int, builder: PromptBuilder) -> tuple[list[int], bool]:
+    """Token ids of one line, and whether it lacks an answer: the conversation as the template writes it, the text of a plain one.
+
+    Raises RequestError.
+    """
+    line, is_text = job_line(raw, number)
+    answered = line.messages is not None and line.messages[-1].get("role") == "assistant"
+    if answered:
+        line = replace(line, add_generation_prompt=False)
+    return builder.build(line, 0).prompt_token_ids, not answered and not is_text
 
 
-def job_line(raw: bytes, number: int) -> JobLine:
-    """A line of the batch format, or of a text collection ({"text": ...}) as a prompt. Raises RequestError."""
+def job_line(raw: bytes, number: int) -> tuple[JobLine, bool]:
+    """A line of the batch format, or of a text collection ({"text": ...}) as a prompt, and whether it is that. Raises RequestError."""
     try:
         plain = orjson.loads(raw)
     except orjson.JSONDecodeError:
         plain = None  # parse_line says what is wrong
     if isinstance(plain, dict) and isinstance(plain.get("text"), str) and "prompt" not in plain and "messages" not in plain:
-        return parse_line(orjson.dumps({"prompt": plain["text"]}), number)
-    return parse_line(raw, number)
+        return parse_line(orjson.dumps({"prompt": plain["text"]}), number), True
+    return parse_line(raw, number), False
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -160,14 +199,14 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(f"calibration file '{path}' cannot be read ({error.strerror})", "check the path") from error
 
 
-def _from_text(path: Path, codec: TextCodec, limit: int, num_samples: int, notes: list[str]) -> list[tuple[int, list[int]]]:
-    """(window number, token ids) of windows of `limit` tokens; a shorter last window counts too."""
+def _from_text(path: Path, codec: TextCodec, limit: int, num_samples: int, notes: list[str]) -> list[Found]:
+    """Windows of `limit` tokens; a shorter last window counts too."""
     windows: list[list[int]] = []
     for text in _stretches(path, num_samples * limit * _READ_CHARACTERS_PER_TOKEN, notes):
         tokens = codec.encode(text, add_special_tokens=False)
         room = limit - len(begin := _begin(codec))
         windows += [begin + tokens[start : start + room] for start in range(0, len(tokens), room)]
-    return list(enumerate(windows, 1))
+    return [Found(number, tokens) for number, tokens in enumerate(windows, 1)]
 
 
 def _begin(codec: TextCodec) -> list[int]:

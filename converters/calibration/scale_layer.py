@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dspark.converters.quantizers.awq import Reader, search_scales
+from dspark.converters.quantizers.smoothquant import smooth_scales
 from dspark.converters.quantizers.statistics import LayerStatistics
 from dspark.converters.scaling.fold import fold_group, storable_scales
-from dspark.converters.scaling.groups import ScalingGroup, awq_groups, smoothquant_groups
+from dspark.converters.scaling.groups import VALUE_OUT, ScalingGroup, awq_groups, smoothquant_groups
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.quant import QuantConfig
 
@@ -19,11 +20,15 @@ GROUPS = {"awq": awq_groups, "smoothquant": smoothquant_groups}
 
 @dataclass
 class ScaledLayer:
-    """A layer after scaling. tensors: float32 where they changed; observed: statistics of the scaled inputs; notes: module -> in words."""
+    """A layer after scaling. tensors: float32; observed: statistics of the scaled inputs; notes: module -> in words.
+
+    value_scales: what the attention's values are divided by [num_kv_heads * head_dim], None for nothing.
+    """
 
     tensors: dict[str, torch.Tensor]
     observed: dict[str, LayerStatistics]
     notes: dict[str, str] = field(default_factory=dict)
+    value_scales: torch.Tensor | None = None
 
 
 def scale_layer(
@@ -53,6 +58,8 @@ def scale_layer(
         layer.tensors |= fold_group(layer.tensors, group, scales)
         _rescale(layer, group, scales)
         layer.notes |= dict.fromkeys(group.linears, note)
+        if group.kind == VALUE_OUT:
+            layer.value_scales = group.previous_scales(scales)
     return layer
 
 
@@ -73,12 +80,10 @@ def _awq(group: ScalingGroup, readers: list[Reader], layer: ScaledLayer) -> tupl
 
 
 def _smooth(group: ScalingGroup, readers: list[Reader], layer: ScaledLayer) -> tuple[torch.Tensor, str] | None:
-    from dspark.converters.quantizers.smoothquant import smooth_scales
-
     statistics = layer.observed[group.observed]
     if statistics.num_tokens == 0:
         return None
-    weights = [layer.tensors[f"{module}.weight"] for module in group.linears]
+    weights = [reader.weight for reader in readers]
     scales, alpha = smooth_scales(statistics, weights)
     return group.legal_scales(scales), f"SmoothQuant alpha {alpha:g}"
 

@@ -85,8 +85,15 @@ Quantizer = Callable[[torch.Tensor, QuantScheme, LayerStatistics | None, SolverO
 
 A pure function. Raises InputError for a weight that is not finite, ValueError for a scheme that does not fit the weight.
 """
-METHODS: dict[str, str] = {"rtn": "rtn:quantize_rtn", "gptq": "gptq:quantize_gptq"}
-"""Method -> file and function. A method that needs statistics rounds to nearest without them, and says so in the notes."""
+METHODS: dict[str, str] = {
+    "rtn": "rtn:quantize_rtn",
+    "gptq": "gptq:quantize_gptq",
+    "awq": "awq:quantize_awq",
+    "smoothquant": "rtn:quantize_rtn",
+}
+"""Method -> file and function; what scales weights first is not the solver's (see `calibration.scale_layer`).
+
+A method that needs statistics rounds to nearest without them, and says so in the notes."""
 
 
 def quantizer(method: str) -> Quantizer:

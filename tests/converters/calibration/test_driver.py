@@ -109,6 +109,35 @@ def test_an_interrupted_run_is_resumed_to_the_same_bytes(method: str, tmp_path, 
     assert not (tmp_path / ".engine.quantize").exists()
 
 
+def test_lines_without_an_answer_get_the_models_own(tmp_path, calibration) -> None:
+    """The same answers from a checkpoint and from its engine, and other statistics than without them."""
+    from dspark.converters.pipeline import convert
+
+    checkpoint = checkpoint_of(tmp_path)
+    convert(checkpoint, tmp_path / "dense", audit=False)
+    request = SampleRequest(calibration, sample_tokens=150, self_generate=True)
+    for source, name in ((checkpoint, "a"), (tmp_path / "dense", "b")):
+        result = quantize(source, tmp_path / name, "w4a16", "gptq", audit=False, calibrated=CalibratedRun(request))
+        assert "calibration: 40 samples got the model's own answers" in result.manifest.notes
+        assert result.manifest.quality["calibration"]["tokens"] > 40 * 100
+    assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "checkpoint", "dense"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(("scheme", "method"), [("w8a16", "rtn"), ("w4a16", "gptq"), ("w4a16", "awq")])
+def test_an_8_bit_cache_is_calibrated_for_what_the_engine_computes(scheme: str, method: str, dtype: str, tmp_path, calibration) -> None:
+    """AWQ moves factors into the values after they were seen; the scales must follow, so that the cache changes the logits little."""
+    checkpoint = checkpoint_of(tmp_path)
+    quantize(checkpoint, tmp_path / "engine", scheme, method, calibrated=run_of(calibration), kv_cache_dtype=dtype)
+    manifest = load_manifest(tmp_path / "engine")
+    assert manifest.kv_cache is not None and manifest.kv_cache.dtype == dtype and manifest.kv_cache.num_tokens > 1000
+    plain = logits_for(load_model(tmp_path / "engine"), PROMPT)
+    cached = logits_for(load_model(tmp_path / "engine", kv_cache_dtype="auto"), PROMPT)
+    error = float((plain - cached).square().mean() / plain.square().mean())
+    assert 0 < error < (2e-4 if dtype == "int8" else 2e-3)
+
+
 def test_other_settings_are_not_resumed_and_named(tmp_path, calibration) -> None:
     checkpoint = checkpoint_of(tmp_path)
 
