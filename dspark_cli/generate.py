@@ -164,11 +164,13 @@ def run_dry(console: Console, options: JobOptions, config: EngineConfig, samplin
     from dspark.runtime.jobs.defaults import defaults_in_force
     from dspark.runtime.jobs.dry_run import dry_run
     from dspark.runtime.jobs.scan import open_input
+    from dspark.runtime.spec.kv_cache import choose_cache_dtype
     from dspark.runtime.spec.manifest import load_manifest
 
     assert options.engine is not None
     open_input(options.input).close()
     manifest = load_manifest(options.engine)
+    choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)
     defaults = defaults_in_force(sampling, options.engine)
     builder = loaders.load_builder(options.engine, manifest, config, defaults)
     reporter = ConsoleReporter(console, options)

@@ -28,6 +28,11 @@ class KernelFacts:
     cache_dtype: torch.dtype | None = None
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """What the KV cache holds."""
+        return self.dtype if self.cache_dtype is None else self.cache_dtype
+
+    @property
     def query_group(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads

@@ -93,7 +93,7 @@ class LayerWalk:
     def cache(self, batch: WalkBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """An empty KV cache of one layer with room for the batch."""
         facts = self.kernels.facts
-        return allocate_layer(self.config, batch.num_blocks, facts.block_size, facts.dtype, facts.device)
+        return allocate_layer(self.config, batch.num_blocks, facts.block_size, facts.kv_dtype, facts.device)
 
     @torch.inference_mode()
     def logits(self, head: Head, rows: slice) -> torch.Tensor:

@@ -12,10 +12,13 @@ from safetensors import safe_open
 from dspark.kernels.ops import KernelFacts, Kernels
 from dspark.runtime.models.decoder import Decoder, build_decoder
 from dspark.runtime.spec.errors import InputError, UsageError
+from dspark.runtime.spec.kv_cache import choose_cache_dtype, is_scale
 from dspark.runtime.spec.manifest import EngineManifest, load_manifest
 from dspark.runtime.spec.model_config import ModelConfig
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""8-bit KV caches; any other name of a cache's dtype is the model's own."""
 
 
 class EngineWeights:
@@ -36,7 +39,7 @@ class EngineWeights:
         return name in self._records
 
     def take(self, name: str) -> torch.Tensor:
-        """Floating-point weights in the run's dtype (the tensors of quantized weights keep theirs), on its device."""
+        """Floating-point weights in the run's dtype (tensors of quantized weights and scales of the KV cache keep theirs), on its device."""
         record = self._records.get(name)
         if record is None:
             raise InputError(f"the engine has no tensor '{name}'", "convert the checkpoint again")
@@ -53,7 +56,7 @@ class EngineWeights:
                 f"tensor '{name}' in '{record.shard}' is not what was written: its hash differs from the manifest's",
                 "convert the checkpoint again",
             )
-        if tensor.is_floating_point() and not name.endswith((".qweight", ".scales")):
+        if tensor.is_floating_point() and not name.endswith((".qweight", ".scales")) and not is_scale(name):
             tensor = tensor.to(self._dtype)
         return tensor.to(self._device)
 
@@ -94,8 +97,12 @@ def load_model(
     weight_shadow: bool = False,
     interpreted: bool = False,
     exact_activations: bool = False,
+    kv_cache_dtype: str = "model",
 ) -> Decoder:
-    """Load an engine. dtype: of weights and activations, default the manifest's. Raises InputError when the directory is unusable."""
+    """Load an engine. dtype: of weights and activations, default the manifest's. kv_cache_dtype: as `choose_cache_dtype` has it.
+
+    Raises InputError when the directory is unusable, UsageError for kernels or a cache that this engine cannot have here.
+    """
     directory = Path(engine_dir)
     manifest = load_manifest(directory)
     chosen = choose_kernels(
@@ -108,6 +115,7 @@ def load_model(
         weight_shadow=weight_shadow,
         interpreted=interpreted,
         exact_activations=exact_activations,
+        cache_dtype=CACHE_DTYPES.get(choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, kv_cache_dtype)),
     )
     weights = EngineWeights(directory, manifest, chosen.facts.dtype, device)
     model = build_decoder(manifest.model, manifest.quant, weights, chosen)

@@ -19,12 +19,12 @@ from dspark.runtime.spec.sampling_params import SamplingParams
 def logits_for(model: Decoder, token_ids: list[int], chunk: int | None = None) -> torch.Tensor:
     """Logits float32 [T, V] of every position of one prompt, on the CPU, through the paged cache and the serving kernels.
 
-    chunk: tokens per step (default: all at once); the result must not depend on it.
+    chunk: tokens per step (default: all at once); the result must not depend on it. The cache is the one that the model was loaded for.
     """
     config, facts = model.config, model.kernels.facts
     seq = Sequence(Request(0, token_ids, SamplingParams()), 0, 0)
     kv = KVCacheManager(-(-len(token_ids) // facts.block_size), facts.block_size)
-    caches = allocate_pool(config, kv.num_blocks, facts.block_size, facts.dtype, facts.device)
+    caches = allocate_pool(config, kv.num_blocks, facts.block_size, facts.kv_dtype, facts.device)
     rope = RotaryTables(config, len(token_ids), facts.device)
     parts = []
     while seq.num_uncomputed:

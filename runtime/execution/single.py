@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dspark.runtime.execution.loader import TORCH_DTYPES, load_model, resolve_device
+from dspark.runtime.execution.loader import load_model, resolve_device
 from dspark.runtime.execution.memory import kv_pool_bytes, num_blocks
 from dspark.runtime.execution.model_runner import ModelRunner
 from dspark.runtime.kv.pool import allocate_pool, bytes_per_block
@@ -16,6 +16,7 @@ from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
 from dspark.runtime.spec.engine_config import EngineConfig
+from dspark.runtime.spec.kv_cache import choose_cache_dtype
 from dspark.runtime.spec.manifest import EngineManifest
 
 
@@ -41,8 +42,9 @@ class SingleExecutor:
             deterministic=config.deterministic,
             weight_shadow=config.weight_shadow,
             interpreted=interpreted,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
-        dtype = TORCH_DTYPES[manifest.model.dtype]
+        dtype = model.kernels.facts.kv_dtype
         block_bytes = bytes_per_block(manifest.model, config.block_size, dtype)
         self.num_blocks = num_blocks(kv_pool_bytes(config, self.device, block_bytes, max_model_len), block_bytes)
         self._pool_bytes = self.num_blocks * block_bytes
@@ -51,6 +53,7 @@ class SingleExecutor:
         sampler = Sampler(frozenset(manifest.model.eos_token_ids), record_gaps)
         self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device)
         self._dtype = manifest.model.dtype
+        self._cache_dtype = choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)
 
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         """Run one step."""
@@ -69,6 +72,7 @@ class SingleExecutor:
             "dtype": self._dtype,
             "threads": self.threads,
             "kernels": {op: choice["taken"] for op, choice in self._runner.model.kernels.explain().items()},
+            "kv_cache_dtype": self._cache_dtype,
             "kv_pool_bytes": self._pool_bytes,
             "forward_s": self._runner.forward_s,
             "sampling_s": self._runner.sampling_s,

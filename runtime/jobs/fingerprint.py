@@ -35,11 +35,17 @@ def new_job_name() -> str:
     return f"{time.time_ns():x}-{os.getpid()}"
 
 
-def job_fingerprint(engine_dir: Path, model_name: str, defaults: SamplingParams, config: EngineConfig) -> Settings:
-    """Setting name -> value, JSON-ready. The engine counts by its manifest, which holds the hashes of everything in it."""
+def job_fingerprint(
+    engine_dir: Path, model_name: str, defaults: SamplingParams, config: EngineConfig, quantized_cache: str | None = None
+) -> Settings:
+    """Setting name -> value, JSON-ready. The engine counts by its manifest, which holds the hashes of everything in it.
+
+    quantized_cache: dtype of an 8-bit KV cache, None for the model's own (which jobs begun before there was a choice do not name).
+    """
     manifest = (engine_dir / MANIFEST_NAME).read_bytes()
     settings = {
         "engine": xxhash.xxh3_128_hexdigest(manifest),
+        **({} if quantized_cache is None else {"kv-cache-dtype": quantized_cache}),
         "model-name": model_name,
         "output-schema": OUTPUT_SCHEMA,
         "seed": config.seed,

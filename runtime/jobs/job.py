@@ -40,6 +40,7 @@ from dspark.runtime.jobs.store import ResultStore
 from dspark.runtime.jobs.stream import StreamStore
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.errors import StoppedError, UsageError
+from dspark.runtime.spec.kv_cache import QUANTIZED_CACHES, choose_cache_dtype
 from dspark.runtime.spec.manifest import EngineManifest, load_manifest
 from dspark.runtime.spec.sampling_params import SamplingParams
 
@@ -158,7 +159,9 @@ class _Job:
         self.sidecar = sidecar_path(output)
         self.defaults = defaults_in_force(spec.sampling, spec.engine_dir)
         self.answering = Answering(manifest.created, str(manifest.lineage.get("name") or spec.engine_dir.resolve().name))
-        self.fingerprint = job_fingerprint(spec.engine_dir, self.answering.model_name, self.defaults, spec.engine_config)
+        cache = choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, spec.engine_config.kv_cache_dtype)
+        quantized = cache if cache in QUANTIZED_CACHES else None
+        self.fingerprint = job_fingerprint(spec.engine_dir, self.answering.model_name, self.defaults, spec.engine_config, quantized)
         self.engine_metrics: dict[str, Any] = {}
         self.stopped: str | None = None
 

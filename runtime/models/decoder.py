@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from dspark.kernels.ops import AttentionBatch, Kernels, LinearFn
-from dspark.runtime.layers.attention import Attention
+from dspark.runtime.layers.attention import Attention, load_kv_scales
 from dspark.runtime.layers.linear import load_linear
 from dspark.runtime.layers.mlp import FeedForward, load_gated_mlp
 from dspark.runtime.layers.moe import load_moe
@@ -177,4 +177,5 @@ def _build_attention(config: ModelConfig, index: int, quant: QuantConfig | None,
         window=config.window_of_layer(index),
         softcap=config.attention_softcap or 0.0,
         kernels=kernels,
+        kv_scales=load_kv_scales(config, index, weights, kernels),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dspark.runtime.spec.errors import UsageError
+from dspark.runtime.spec.kv_cache import CACHE_CHOICES
 
 KERNEL_CHOICES = ("auto", "reference", "triton")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
@@ -25,6 +26,7 @@ class EngineConfig:
     max_model_len: int | None = setting(None, "longest prompt and answer together, in tokens (default: the model's context)", low=1)
     block_size: int = setting(16, "tokens in one block of the KV cache", choices=(8, 16, 32, 64))
     kv_cache_memory_bytes: int | None = setting(None, "bytes of the KV cache (default: from the memory that is free)", low=1)
+    kv_cache_dtype: str = setting("auto", "numbers of the KV cache (auto: what the engine was calibrated for)", choices=CACHE_CHOICES)
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", low=0.05, high=1.0)
     enable_prefix_caching: bool = setting(True, "share the KV blocks of equal prompt beginnings")
     device: str = setting("auto", "where to run", choices=DEVICE_CHOICES)

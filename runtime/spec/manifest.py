@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.runtime.spec.errors import InputError
+from dspark.runtime.spec.kv_cache import KVCacheConfig, is_scale
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.quant import QuantConfig
 
@@ -30,13 +31,15 @@ class TensorRecord:
 class EngineManifest:
     """Everything about an engine but the numbers themselves.
 
-    lineage: source path name, format, files with hashes, tool versions. audit and quality: results, or why there are none.
+    kv_cache: what its 8-bit cache was calibrated for, None without such scales. lineage: source path name, format, files with hashes, tool
+    versions. audit and quality: results, or why there are none.
     created: build time, whole seconds since 1970 (UTC). files: the directory's other files with their xxh3_128.
     """
 
     model: ModelConfig
     tensors: dict[str, TensorRecord]
     quant: QuantConfig | None = None
+    kv_cache: KVCacheConfig | None = None
     lineage: dict[str, Any] = field(default_factory=dict)
     audit: dict[str, Any] = field(default_factory=dict)
     quality: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +47,10 @@ class EngineManifest:
     files: dict[str, str] = field(default_factory=dict)
     created: int = 0
     schema_version: str = SCHEMA_VERSION
+
+    def model_tensors(self) -> dict[str, TensorRecord]:
+        """The tensors of the model itself: all but the scales of the KV cache."""
+        return {name: record for name, record in self.tensors.items() if not is_scale(name)}
 
     def weight_bytes(self) -> int:
         """Bytes of all tensors on disk."""
@@ -88,6 +95,7 @@ def load_manifest(directory: str | Path) -> EngineManifest:
             model=ModelConfig.from_json(data["model"]),
             tensors={name: TensorRecord(r["shard"], r["dtype"], tuple(r["shape"]), r["xxh3"]) for name, r in data["tensors"].items()},
             quant=QuantConfig.from_json(data["quant"]) if data.get("quant") else None,
+            kv_cache=KVCacheConfig(**data["kv_cache"]) if data.get("kv_cache") else None,
             lineage=data.get("lineage", {}),
             audit=data.get("audit", {}),
             quality=data.get("quality", {}),
