@@ -111,7 +111,7 @@ def line_samples(path: Path, codec: TextCodec, config: ModelConfig, context_leng
         if room < 2:
             break
         try:
-            ids = sample_of_line(raw, number, builder)
+            ids, _ = sample_of_line(raw, number, builder)
             if len(ids) < 2:
                 raise RequestError(f"{len(ids)} tokens, at least 2 are needed to score one")
         except RequestError as error:
