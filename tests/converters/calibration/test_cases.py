@@ -92,7 +92,7 @@ def test_a_bad_setting_is_refused_and_the_remedy_passes(dead_channels, tmp_path)
     source, _ = dead_channels
     text = lines(tmp_path / "calibration.jsonl", SENTENCES * 4)
     gate = Gate(text, QualityLimits(max_kl=0.05))
-    with pytest.raises(QualityError, match=r"mean KL .* nats, --max-kl 0\.05; largest error of weights: model\.layers\.") as refused:
+    with pytest.raises(QualityError, match=r"mean KL .* nats, --max-kl is 0\.05; largest error of weights: model\.layers\.") as refused:
         quantize(source, tmp_path / "engine", "w2a16", "rtn", -1, audit=False, gate=gate)
     assert refused.value.exit_code == 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.jsonl"]
