@@ -80,10 +80,11 @@ class Scheduler:
         num_preempted = self._schedule_running(plan)
         for item in plan.scheduled:
             self.kv.register_full_blocks(item.seq, item.seq.num_computed + item.num_tokens)
+        resident = list(plan.scheduled)
         if num_preempted == 0:
             self._admit_waiting(plan)
         if self.speculator is not None:
-            self._add_drafts(plan, self.speculator)
+            self._add_drafts(plan, resident, self.speculator)
         plan.copies = self.kv.take_copies()
         assert plan.scheduled or not self.num_unfinished, "no sequence can make progress"
         return plan
@@ -124,10 +125,14 @@ class Scheduler:
             if seq.finish_reason is not None:
                 return
 
-    def _add_drafts(self, plan: SchedulerOutput, speculator: Speculates) -> None:
-        """Give sequences that compute one token a draft, as far as the step's budget and the free blocks reach; nobody is preempted."""
+    def _add_drafts(self, plan: SchedulerOutput, resident: list[ScheduledSequence], speculator: Speculates) -> None:
+        """Give sequences that compute one token a draft, as far as the step's budget and the free blocks reach; nobody is preempted.
+
+        resident: those that ran before this step. A sequence that is only just admitted may share blocks that this very step writes or
+        copies: there is nothing in them yet for a drafter to read.
+        """
         budget = self.max_num_batched_tokens - plan.num_tokens
-        items = [item for item in plan.scheduled if item.samples and item.num_tokens == 1 and self._draft_room(item.seq) > 0]
+        items = [item for item in resident if item.samples and item.num_tokens == 1 and self._draft_room(item.seq) > 0]
         rooms = [self._reserve(item.seq, min(self._draft_room(item.seq), speculator.max_tokens, budget)) for item in items]
         offered = [(item, room) for item, room in zip(items, rooms, strict=True) if room > 0]
         if not offered:
@@ -143,7 +148,7 @@ class Scheduler:
 
     def _reserve(self, seq: Sequence, wanted: int) -> int:
         """Make positions past the newest token writable: as many as wanted, or as the sequence's blocks have left. Returns how many."""
-        if wanted > 0 and not self.kv.extend(seq, seq.num_computed, seq.num_tokens + wanted):
+        if wanted > 0 and not self.kv.extend(seq, seq.num_tokens, seq.num_tokens + wanted):
             return min(wanted, len(seq.table.blocks) * self.kv.block_size - seq.num_tokens)
         return wanted
 

@@ -218,3 +218,30 @@ def test_no_draft_reaches_past_where_the_answer_or_the_keys_end() -> None:
             assert item.seq.num_tokens <= end, "tokens past the end"
             assert longest <= 6
     run.finish(max_steps=0)
+
+
+def test_room_for_a_draft_does_not_move_a_block_that_a_newcomer_shares() -> None:
+    """The block that this step fills is shared with whoever is admitted in it; making room behind it copied it away from under both."""
+    run = FakeRun(num_blocks=32, block_size=2, speculator=FakeSpeculator(3))
+    run.add(request(0, prompt(3), max_tokens=12))
+    run.step()
+    run.add(request(1, [*run.sequences[0].token_ids, 5], max_tokens=4))
+    plan = run.step()
+    assert [item.num_tokens for item in plan.scheduled] == [1, 1] and run.sequences[1].num_cached_tokens == 4
+    assert not plan.copies
+    run.finish(max_steps=12)
+
+
+def test_a_sequence_is_drafted_for_from_its_second_step_on() -> None:
+    """In its first one the blocks that it shares may still be empty, and a drafter would read what no one has written."""
+    run = FakeRun(num_blocks=32, block_size=2, speculator=FakeSpeculator(3))
+    asked: list[int] = []
+    propose = run.speculator.propose
+    run.speculator.propose = lambda sequences, *rest: asked.extend(s.request.request_id for s in sequences) or propose(sequences, *rest)
+    run.add(request(0, prompt(1), max_tokens=8))
+    run.step()
+    run.add(request(1, prompt(1), max_tokens=8))
+    assert not asked
+    run.step()
+    assert asked == [0]
+    run.finish(max_steps=16)
