@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.converters.audit import audit_engine
+from dspark.converters.cache_scales import carried_scales
 from dspark.converters.detect import open_checkpoint
 from dspark.converters.lora import with_adapters
 from dspark.converters.lora.reader import LoraReader
@@ -81,6 +83,7 @@ def quantize(
     calibrated: CalibratedRun | None = None,
     gate: Gate | None = None,
     kv_cache_dtype: str | None = None,
+    target_bpw: float | None = None,
 ) -> Result:
     """Quantize an engine, or any checkpoint that `convert` reads. dtype: of what stays dense.
 
@@ -90,9 +93,10 @@ def quantize(
     check_target(Path(engine_dir), force)
     model = map_checkpoint(open_checkpoint(source), dtype)
     refuse_packed(model)
-    plan = plan_quantization(model, QuantRequest(scheme, method, group_size, ignore, rules, solver, kv_cache_dtype))
+    plan = plan_quantization(model, QuantRequest(scheme, method, group_size, ignore, rules, solver, kv_cache_dtype, target_bpw))
     if plan.looks_at_text and calibrated is None:
-        what = f"--method {method}" if method in CALIBRATED_METHODS else f"--kv-cache-dtype {kv_cache_dtype}"
+        others = "--kv-cache-dtype" if kv_cache_dtype else "--target-bpw"
+        what = f"--method {method}" if method in CALIBRATED_METHODS else others
         raise UsageError(f"{what} looks at text", "type --calibration FILE with a .txt, or the job's own .jsonl")
     job = _Job(model, Path(engine_dir), force, audit, progress, plan, gate)
     if calibrated is None or not plan.looks_at_text:
@@ -123,6 +127,8 @@ def _write(job: _Job, tensors: Tensors, names: list[str]) -> Result:
     model, plan = job.model, job.plan
     bundle = model.reader.tokenizer()
     notes = [*getattr(model.reader, "notes", ()), *model.notes, *tokenizer_notes(model, bundle)] + ([plan.group_note] if plan else [])
+    carried = carried_scales(model, calibrated=plan is not None and plan.kv_cache is not None)
+    names, notes = [*names, *carried.names], [*notes, *carried.notes]
     with EngineWriter(job.engine_dir, names, job.force) as writer:
         if bundle is not None:
             writer.add_tokenizer(bundle)
@@ -130,15 +136,14 @@ def _write(job: _Job, tensors: Tensors, names: list[str]) -> Result:
         if generation is not None:
             writer.add_json("generation_config.json", generation)
         with nullcontext() if plan is not None and plan.looks_at_text else one_torch_thread():
-            for done, (name, tensor) in enumerate(tensors(writer), 1):
+            for done, (name, tensor) in enumerate(chain(tensors(writer), carried.tensors()), 1):
                 writer.add(name, tensor)
                 if job.progress is not None:
                     job.progress(done, len(names), name)
         notes += plan.notes if plan else []
         measured = plan.quality if plan else getattr(model.reader, "quality", dict)
         record: dict[str, Any] = {"lineage": lineage(model), "notes": tuple(notes), "quality": measured()}
-        if plan is not None and plan.kv_cache is not None:
-            record["kv_cache"] = plan.kv_cache
+        record["kv_cache"] = carried.config or (plan.kv_cache if plan else None)
         manifest = writer.finish(model.config, plan.config if plan else packed_config(model), **record)
         if job.audit:
             manifest = replace(manifest, audit=audit_engine(writer.directory, model.reader))

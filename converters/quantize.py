@@ -31,6 +31,7 @@ class QuantRequest:
     """What the user asked for. rules: (pattern of module names, scheme or DENSE); of several that match the last one counts.
 
     solver: SolverOptions, None for their defaults. kv_cache_dtype: of a cache to calibrate besides, see `spec.kv_cache.QUANTIZED_CACHES`.
+    target_bpw: bits per weight to spend on the layers by what each loses (see `calibration.bit_budget`).
     """
 
     scheme: str
@@ -40,6 +41,7 @@ class QuantRequest:
     rules: tuple[tuple[str, str], ...] = ()
     solver: SolverOptions | None = None
     kv_cache_dtype: str | None = None
+    target_bpw: float | None = None
 
 
 @dataclass
@@ -58,11 +60,12 @@ class QuantPlan:
     notes: list[str] = field(default_factory=list)
     calibration: dict[str, Any] | None = None
     kv_cache: KVCacheConfig | None = None
+    target_bpw: float | None = None
 
     @property
     def looks_at_text(self) -> bool:
         """Whether samples have to be taken through the model."""
-        return self.method in CALIBRATED_METHODS or self.kv_cache is not None
+        return self.method in CALIBRATED_METHODS or self.kv_cache is not None or self.target_bpw is not None
 
     def scheme_for(self, module: str) -> QuantScheme:
         """The scheme of a layer of the plan."""
@@ -131,7 +134,9 @@ def plan_quantization(model: MappedModel, request: QuantRequest) -> QuantPlan:
     plain = not request.rules
     config = replace(ignored, scheme=next(iter(schemes.values()))) if plain else QuantConfig.of_modules(schemes)
     kv_cache = kv_cache_config(request.kv_cache_dtype) if request.kv_cache_dtype else None
-    return QuantPlan(config, request.method, layers, note, solver, kv_cache=kv_cache)
+    if request.target_bpw is not None and (request.rules or base.storage != "wna16" or not solver.static_groups):
+        raise UsageError("--target-bpw chooses bits by itself", "leave --rule and --no-static-groups out, and take a w*a16 scheme")
+    return QuantPlan(config, request.method, layers, note, solver, kv_cache=kv_cache, target_bpw=request.target_bpw)
 
 
 def check_method(method: str, scheme: QuantScheme) -> None:

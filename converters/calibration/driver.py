@@ -15,8 +15,10 @@ from dspark.converters.mapped_weights import MappedWeights
 from dspark.converters.mapping import EMBEDDING, MappedModel
 from dspark.converters.quantize import QuantPlan
 from dspark.converters.quantizers.kv_cache import KVObserver
+from dspark.kernels.ops import Kernels
 from dspark.runtime.execution.layer_walk import LayerWalk, build_walk_layer
 from dspark.runtime.execution.loader import choose_kernels, resolve_device
+from dspark.runtime.spec.model_config import ModelConfig
 
 LayerProgress = Callable[[int, int, str], None]
 """(layers done, layers in all, what the last one lost)"""
@@ -32,6 +34,10 @@ class WalkOptions:
     device: str = "auto"
     dtype: str | None = None
     on_disk: bool = False
+
+    def kernels(self, config: ModelConfig) -> Kernels:
+        """The kernels of the walk."""
+        return choose_kernels(config, self.resolved_dtype(config.dtype), resolve_device(self.device))
 
     def resolved_dtype(self, model_dtype: str) -> str:
         """float16 overflows in the feed-forward block of some families, and most CPUs compute it slowly."""
@@ -58,8 +64,7 @@ class CalibratedQuantization:
     ) -> None:
         self._model, self._plan, self._work, self._progress = model, plan, work, progress
         config = model.config
-        device = resolve_device(options.device)
-        self._kernels = choose_kernels(config, options.resolved_dtype(config.dtype), device)
+        self._kernels = options.kernels(config)
         self._on_disk = options.on_disk
         self._walk = LayerWalk(config, calibration.samples, self._kernels)
         if self._on_disk:
@@ -103,10 +108,9 @@ class CalibratedQuantization:
                 yield name, self._model.read_cast(name)
 
     def _allocate(self, rows: int, columns: int) -> torch.Tensor:
-        facts = self._kernels.facts
         if self._on_disk:
-            return self._work.allocate(rows, columns, facts.dtype)
-        return torch.empty(rows, columns, dtype=facts.dtype, device=facts.device)
+            return self._work.allocate(rows, columns, self._kernels.facts.dtype)
+        return self._walk.matrix(rows, columns)
 
 
 def layer_names(model: MappedModel, index: int) -> list[str]:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from dspark.converters.calibration.answers import greedy_answers
+from dspark.converters.calibration.bit_budget import spend_bits
 from dspark.converters.calibration.driver import CalibratedQuantization, LayerProgress, WalkOptions
 from dspark.converters.calibration.samples import CalibrationSet, SampleRequest, load_samples
 from dspark.converters.calibration.work import WorkDirectory
@@ -64,6 +65,9 @@ class OpenRun(AbstractContextManager["OpenRun"]):
         self.calibration = load_samples(self._request.samples, load_codec(writer.directory), self._model.config, self._answer)
         self._plan.notes += self.calibration.notes
         self._plan.calibration = self.calibration.record()
+        if self._plan.target_bpw is not None:
+            kernels = self._request.walk.kernels(self._model.config)
+            spend_bits(self._model, self._plan, self.calibration.samples, kernels, self._plan.target_bpw)
         self._work = WorkDirectory(self._engine_dir, self._fingerprint(self.calibration), self._request.resume).__enter__()
         if self._work.num_done:
             self._plan.notes.append(f"{self._work.num_done} layers were taken over from an interrupted run")

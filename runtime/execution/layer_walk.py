@@ -61,7 +61,7 @@ class LayerWalk:
         self.config, self.kernels = config, kernels
         self.num_tokens = sum(map(len, samples))
         self.batches = list(_batches(config, samples, kernels, batch_tokens))
-        self.residual = torch.empty(self.num_tokens, config.hidden_size, dtype=kernels.facts.dtype, device=kernels.facts.device)
+        self.residual = self.matrix(self.num_tokens, config.hidden_size)
 
     @torch.inference_mode()
     def start(self, embedding: torch.Tensor) -> None:
@@ -80,6 +80,10 @@ class LayerWalk:
             hidden, residual = layer.after_attention(hidden, residual)
             _, residual = layer.after_mlp(layer.mlp(hidden), residual)
             self.residual[batch.rows] = residual
+
+    def matrix(self, rows: int, columns: int) -> torch.Tensor:
+        """An uninitialised matrix of the run's dtype on its device."""
+        return torch.empty(rows, columns, dtype=self.kernels.facts.dtype, device=self.kernels.facts.device)
 
     def normed(self, built: WalkLayer, residual: torch.Tensor) -> torch.Tensor:
         """The layer's input [T, H] of a stretch of the stream."""

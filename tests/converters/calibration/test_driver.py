@@ -138,6 +138,32 @@ def test_an_8_bit_cache_is_calibrated_for_what_the_engine_computes(scheme: str, 
     assert 0 < error < (2e-4 if dtype == "int8" else 2e-3)
 
 
+@pytest.mark.parametrize("target", [3.0, 4.5, 6.0])
+def test_bits_are_spent_within_the_target_and_where_they_tell(target: float, tmp_path, calibration) -> None:
+    """The size holds, groups stay together, and the mix beats what the same size gives when every layer has the same bits."""
+    from dspark.converters.pipeline import convert
+
+    checkpoint = checkpoint_of(tmp_path, num_hidden_layers=3)
+    result = quantize(checkpoint, tmp_path / "engine", "w4a16", "gptq", 32, calibrated=run_of(calibration), target_bpw=target)
+    modules = load_manifest(tmp_path / "engine").quant.modules
+    weights = sum(
+        r.shape[1] * 32 // modules[n[:-8]].weight_bits * r.shape[0] for n, r in result.manifest.tensors.items() if n.endswith("qweight")
+    )
+    assert 0.85 * target < 8 * result.manifest.quality["quantized_bytes"] / weights <= target
+    for layer in range(3):
+        attention = {modules[f"model.layers.{layer}.self_attn.{part}_proj"].weight_bits for part in "qkv"}
+        assert len(attention) == 1, "q, k and v can no longer run as one"
+    convert(checkpoint, tmp_path / "dense", audit=False)
+    if target == 6.0:
+        quantize(checkpoint, tmp_path / "even", "w4a16", "gptq", 32, audit=False, calibrated=run_of(calibration))
+        assert distance(tmp_path / "engine", tmp_path / "dense") < distance(tmp_path / "even", tmp_path / "dense")
+
+
+def test_a_target_below_the_coarsest_choice_is_refused(tmp_path, calibration) -> None:
+    with pytest.raises(UsageError, match=r"--target-bpw is 2, the smallest is 2\.\d+ bits per weight"):
+        quantize(checkpoint_of(tmp_path), tmp_path / "engine", "w4a16", "gptq", 32, calibrated=run_of(calibration), target_bpw=2.0)
+
+
 def test_other_settings_are_not_resumed_and_named(tmp_path, calibration) -> None:
     checkpoint = checkpoint_of(tmp_path)
 
