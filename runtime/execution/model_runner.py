@@ -11,20 +11,35 @@ from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder, KVCaches
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
+from dspark.runtime.speculation.drafter import Drafter
 from dspark.runtime.speculation.verify import verify_coupled
 
 
 class ModelRunner:
-    """Model, KV pool and sampler of one device. forward_s: seconds spent in the model (not in building inputs or sampling)."""
+    """Model, KV pool and sampler of one device, and the drafter that reads the model's features if there is one.
 
-    def __init__(self, model: Decoder, caches: KVCaches, rope: RotaryTables, sampler: Sampler, block_size: int, device: str) -> None:
+    forward_s: seconds spent in the model (not in building inputs or sampling). absorb_s: in the drafter after each step.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        caches: KVCaches,
+        rope: RotaryTables,
+        sampler: Sampler,
+        block_size: int,
+        device: str,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.model = model
         self.caches = caches
         self.rope = rope
         self.sampler = sampler
         self.block_size = block_size
         self.device = device
+        self.drafter = drafter
         self.forward_s = 0.0
+        self.absorb_s = 0.0
         self.sampling_s = 0.0
 
     @torch.inference_mode()
@@ -34,7 +49,12 @@ class ModelRunner:
         batch = build_forward_batch(plan, self.block_size, self.device)
         rotations = self.rope.lookup(batch.attention.positions, batch.rope_lengths)
         started = time.perf_counter()
-        hidden = self.model.forward(batch.token_ids, rotations, self.caches, batch.attention, batch.sample_rows)
+        taps = self.drafter.taps if self.drafter is not None else ()
+        hidden, features = self.model.forward_tapped(batch.token_ids, rotations, self.caches, batch.attention, batch.sample_rows, taps)
+        if self.drafter is not None:
+            absorbing = time.perf_counter()
+            self.drafter.absorb(batch, rotations, features)
+            self.absorb_s += time.perf_counter() - absorbing
         sampling = plan.sampling
         if not sampling:
             self.forward_s += time.perf_counter() - started
@@ -54,3 +74,5 @@ class ModelRunner:
             source, target = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
             for k_cache, v_cache in self.caches:
                 self.model.kernels.copy_blocks(k_cache, v_cache, source, target)
+            if self.drafter is not None:
+                self.drafter.copy_blocks(source, target)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,15 @@ from dspark.runtime.execution.memory import kv_pool_bytes, num_blocks
 from dspark.runtime.execution.model_runner import ModelRunner
 from dspark.runtime.kv.pool import allocate_pool, bytes_per_block
 from dspark.runtime.layers.rope import RotaryTables
+from dspark.runtime.models.decoder import Decoder
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
+from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.kv_cache import choose_cache_dtype
 from dspark.runtime.spec.manifest import EngineManifest
+from dspark.runtime.speculation.draft import Draft
+from dspark.runtime.speculation.drafter import Drafter
 
 
 def usable_cores() -> int:
@@ -25,11 +31,22 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+BuildDrafter = Callable[[Decoder, Sampler, int], Drafter]
+"""(target, its sampler, longest sequence in tokens) -> a drafter, not allocated yet."""
+
+
 class SingleExecutor:
-    """Loads the model, allocates the KV pool, runs plans."""
+    """Loads the model, allocates the KV pool, runs plans. build_drafter: makes the drafter that lives beside the model, if any."""
 
     def __init__(
-        self, engine_dir: Path, manifest: EngineManifest, config: EngineConfig, max_model_len: int, record_gaps: bool, interpreted: bool
+        self,
+        engine_dir: Path,
+        manifest: EngineManifest,
+        config: EngineConfig,
+        max_model_len: int,
+        record_gaps: bool,
+        interpreted: bool,
+        build_drafter: BuildDrafter | None = None,
     ) -> None:
         self.device = resolve_device(config.device)
         self.threads = config.threads or usable_cores()
@@ -45,19 +62,33 @@ class SingleExecutor:
             kv_cache_dtype=config.kv_cache_dtype,
         )
         dtype = model.kernels.facts.kv_dtype
-        block_bytes = bytes_per_block(manifest.model, config.block_size, dtype)
+        sampler = Sampler(frozenset(manifest.model.eos_token_ids), record_gaps)
+        drafter = build_drafter(model, sampler, max_model_len) if build_drafter is not None else None
+        block_bytes = bytes_per_block(manifest.model, config.block_size, dtype) + (drafter.bytes_per_block if drafter else 0)
         self.num_blocks = num_blocks(kv_pool_bytes(config, self.device, block_bytes, max_model_len), block_bytes)
         self._pool_bytes = self.num_blocks * block_bytes
         caches = allocate_pool(manifest.model, self.num_blocks, config.block_size, dtype, self.device)
         self._rope = RotaryTables(manifest.model, max_model_len, self.device)
-        sampler = Sampler(frozenset(manifest.model.eos_token_ids), record_gaps)
-        self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device)
+        if drafter is not None:
+            drafter.allocate(self.num_blocks)
+        self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device, drafter)
+        self._draft_s = 0.0
         self._dtype = manifest.model.dtype
         self._cache_dtype = choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)
 
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         """Run one step."""
         return self._runner.execute(plan)
+
+    def draft(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
+        """Drafts of the drafter, see `Drafter.draft`; none without one."""
+        drafter = self._runner.drafter
+        if drafter is None:
+            return [None] * len(sequences)
+        started = time.perf_counter()
+        drafts = drafter.draft(sequences, rooms)
+        self._draft_s += time.perf_counter() - started
+        return drafts
 
     def cache_salt(self, prompt_len: int) -> int:
         return self._rope.cache_salt(prompt_len)
@@ -76,10 +107,11 @@ class SingleExecutor:
             "kv_pool_bytes": self._pool_bytes,
             "forward_s": self._runner.forward_s,
             "sampling_s": self._runner.sampling_s,
+            **({"draft_s": self._draft_s, "absorb_s": self._runner.absorb_s} if self._runner.drafter is not None else {}),
         }
 
     def reset_counters(self) -> None:
-        self._runner.forward_s = self._runner.sampling_s = 0.0
+        self._runner.forward_s = self._runner.sampling_s = self._runner.absorb_s = self._draft_s = 0.0
 
     def shutdown(self) -> None:
         self._runner.caches.clear()

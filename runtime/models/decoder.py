@@ -78,7 +78,30 @@ class Decoder:
     ) -> torch.Tensor:
         """token_ids int64 [T], rotations as RotaryTables.lookup gives them -> residual stream after the last layer, before the final norm,
         of the tokens `rows` (int64 [rows], ascending) [rows, H]. In the last layer the other tokens only leave their keys and values."""
+        return self.forward_tapped(token_ids, rotations, caches, batch, rows, ())[0]
+
+    def forward_tapped(
+        self,
+        token_ids: torch.Tensor,
+        rotations: Rotations,
+        caches: KVCaches,
+        batch: AttentionBatch,
+        rows: torch.Tensor,
+        taps: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same, and the residual stream of all tokens after each layer of `taps` (-1: before the first), side by side: [T, taps * H],
+        None without taps. It is transformers' hidden_states[layer + 1]; the last layer is no tap, not all tokens go through it."""
+        assert not taps or taps[-1] < len(self.layers) - 1, "the last layer is no tap"
         residual = embed(self.config, self.embedding, token_ids)
+        width = residual.shape[1]
+        features = residual.new_empty(residual.shape[0], len(taps) * width) if taps else None
+
+        def tap(layer: int) -> None:
+            if features is not None and layer in taps:
+                at = taps.index(layer) * width
+                features[:, at : at + width] = residual  # a copy: the stream is updated in place
+
+        tap(-1)
         hidden = residual if self.first_norm is None else self.kernels.rms_norm(residual, self.first_norm, self.config.rms_norm_eps)
         for i, layer in enumerate(self.layers):
             hidden = layer.attention(hidden, *rotations[layer.rotation], caches[i], batch)
@@ -88,7 +111,8 @@ class Decoder:
             hidden, residual = layer.after_attention(hidden, residual)
             hidden = layer.mlp(hidden)
             hidden, residual = layer.after_mlp(hidden, residual)
-        return residual
+            tap(i)
+        return residual, features
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Residual stream [rows, H] -> logits [rows, V]."""

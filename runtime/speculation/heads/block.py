@@ -1,0 +1,208 @@
+"""DSpark and DFlash: a block of rows beside the target's features, denoised in one pass.
+
+Sources: DSpark (arXiv 2607.05147, section 3) and DFlash. A layer's context is one vector for each token, c = norm(fc(features)), the same
+for all layers: each layer makes keys and values of it with the very projections that it has for its rows, and nothing else. The rows are
+the newest token (the anchor) and mask tokens; each sees the whole context and all rows, in both directions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dspark.kernels.ops import Kernels, LinearFn
+from dspark.runtime.execution.forward_batch import ForwardBatch
+from dspark.runtime.layers.linear import load_linear
+from dspark.runtime.layers.mlp import FeedForward, load_gated_mlp
+from dspark.runtime.layers.norm import ResidualStep
+from dspark.runtime.layers.rope import RotaryEmbedding, Rotations
+from dspark.runtime.layers.weights import WeightSource
+from dspark.runtime.sampling.sampler import Sampler
+from dspark.runtime.scheduling.sequence import Sequence
+from dspark.runtime.spec.model_config import ModelConfig
+from dspark.runtime.speculation.draft import Draft
+from dspark.runtime.speculation.heads.attention import DraftAttention, load_draft_attention
+from dspark.runtime.speculation.heads.chains import Chains
+from dspark.runtime.speculation.heads.config import DraftConfig
+from dspark.runtime.speculation.heads.markov import ConfidenceHead, MarkovHead, load_confidence, load_markov
+from dspark.runtime.speculation.heads.pages import DraftPages, DraftPass, LayerCache, lay_out
+from dspark.runtime.speculation.heads.vocabulary import Vocabulary
+
+LOGITS_AT_ONCE = 1 << 26
+"""Logits held at a time (float32: 256 MiB): more sequences than that allows are drafted in several passes."""
+
+
+@dataclass
+class BlockLayer:
+    """One layer of the backbone, in the form of the runtime's decoder layers."""
+
+    attention: DraftAttention
+    after_attention: ResidualStep
+    mlp: FeedForward
+    after_mlp: ResidualStep
+
+
+@dataclass
+class BlockBackbone:
+    """fc [H, taps * target's H] and hidden_norm make the context, first_norm is of the first layer's input; the last layer's last step
+    norms with the drafter's own final norm."""
+
+    fc: LinearFn
+    hidden_norm: torch.Tensor
+    first_norm: torch.Tensor
+    layers: list[BlockLayer]
+    eps: float
+    kernels: Kernels
+
+    def context(self, features: torch.Tensor) -> torch.Tensor:
+        """features [T, taps * target's H] -> c [T, H]."""
+        return self.kernels.rms_norm(self.fc(features), self.hidden_norm, self.eps)
+
+    def rows(self, embedded: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, caches: list[LayerCache], laid: DraftPass) -> torch.Tensor:
+        """Embedded rows [S * rows, H] -> normed states [S * rows, H]. Their keys and values stay behind in their slots."""
+        residual = embedded
+        hidden = self.kernels.rms_norm(residual, self.first_norm, self.eps)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            attention = layer.attention
+            q = attention.rotate_and_store(attention.project(hidden), cos, sin, cache, laid.slots)
+            hidden = attention.o_proj(attention.see_all(q, cache, laid))
+            hidden, residual = layer.after_attention(hidden, residual)
+            hidden, residual = layer.after_mlp(layer.mlp(hidden), residual)
+        return hidden
+
+
+class BlockDrafter:
+    """A DSpark or DFlash head as a Drafter. prior: stands in for the estimate of acceptance where there is no confidence head."""
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        backbone: BlockBackbone,
+        vocabulary: Vocabulary,
+        markov: MarkovHead | None,
+        confidence: ConfidenceHead | None,
+        rope: RotaryEmbedding,
+        sampler: Sampler,
+        prior: float,
+        keep_distributions: bool,
+    ) -> None:
+        assert config.mask_token_id is not None
+        self.config, self.taps = config, config.taps
+        self.max_tokens = config.drafts_per_block
+        self._backbone, self._vocabulary, self._markov, self._confidence = backbone, vocabulary, markov, confidence
+        self._rope, self._sampler, self._prior, self._keep = rope, sampler, prior, keep_distributions
+        self._pages = DraftPages(backbone.kernels, len(backbone.layers))
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self._pages.bytes_per_block
+
+    def allocate(self, num_blocks: int) -> None:
+        self._pages.allocate(num_blocks)
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._pages.copy_blocks(source, target)
+
+    def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
+        """Write the context's keys and values of the step's tokens, of draft tokens too: those that are rejected are written over when
+        the tokens in their places are known, and no pass sees them before."""
+        assert features is not None
+        context = self._backbone.context(features)
+        cos, sin = self._rope.lookup(batch.attention.positions)
+        for layer, cache in zip(self._backbone.layers, self._pages.caches, strict=True):
+            layer.attention.store(context, cos, sin, cache, batch.attention.slot_mapping)
+
+    @torch.inference_mode()
+    def draft(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
+        """Blocks of the trained number of rows; where a sequence has no room for them, as many as fit (fewer mask rows draft worse, not
+        wrongly). Sequences with equal rows go together."""
+        drafts: list[Draft | None] = [None] * len(sequences)
+        by_rows: dict[int, list[int]] = {}
+        for i, room in enumerate(rooms):
+            rows = min(self.config.block_size, room + 1)
+            if min(room, self._num_drafts(rows)) > 0:
+                by_rows.setdefault(rows, []).append(i)
+        for rows, members in by_rows.items():
+            at_once = max(1, LOGITS_AT_ONCE // (rows * self.config.draft_vocab_size))
+            for start in range(0, len(members), at_once):
+                chosen = members[start : start + at_once]
+                limits = [min(rooms[i], self._num_drafts(rows)) for i in chosen]
+                for i, draft in zip(chosen, self._draft_blocks([sequences[i] for i in chosen], limits, rows), strict=True):
+                    drafts[i] = draft
+        return drafts
+
+    def _num_drafts(self, rows: int) -> int:
+        return rows if self.config.sample_from_anchor else rows - 1
+
+    def _draft_blocks(self, sequences: list[Sequence], limits: list[int], rows: int) -> list[Draft | None]:
+        states = self._states(sequences, rows)
+        if not self.config.sample_from_anchor:
+            states = states[:, 1:]  # a row fills its own place, and the first one's is taken
+        states = states[:, : max(limits)]
+        logits = self._vocabulary.head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+        chains = Chains(self._sampler, sequences, limits, self._keep)
+        embedded, memory = None, None
+        for index in range(states.shape[1]):
+            state, row = states[:, index], logits[:, index].float()
+            if self._markov is not None:
+                previous = torch.tensor(chains.newest, dtype=torch.int64, device=state.device)
+                embedded = self._markov.embed(previous)
+                bias, memory = self._markov.bias(embedded, state, memory)
+                row = row + bias.float()
+            survival = [self._prior] * len(sequences) if self._confidence is None else self._confidence(state, embedded, index)
+            chains.draw(self._vocabulary.widen(row), survival)
+            if chains.all_closed:
+                break
+        return chains.drafts(self.config.method)
+
+    def _states(self, sequences: list[Sequence], rows: int) -> torch.Tensor:
+        """Normed states [S, rows, H] of blocks that begin at the sequences' newest tokens."""
+        facts = self._backbone.kernels.facts
+        laid = lay_out(sequences, rows, facts.block_size, facts.device)
+        tokens = torch.full((len(sequences), rows), int(self.config.mask_token_id or 0), dtype=torch.int64)
+        tokens[:, 0] = torch.tensor([seq.token_ids[-1] for seq in sequences])
+        cos, sin = self._rope.lookup(laid.positions)
+        embedded = self._vocabulary.embed(tokens.flatten().to(facts.device))
+        return self._backbone.rows(embedded, cos, sin, self._pages.caches, laid).unflatten(0, (len(sequences), rows))
+
+
+def load_block_backbone(config: DraftConfig, weights: WeightSource, kernels: Kernels) -> BlockBackbone:
+    """Take the backbone's tensors."""
+    model: ModelConfig = config.model
+
+    def norm(name: str) -> torch.Tensor:
+        return weights.take(f"{name}.weight")
+
+    def step(pre_norm: torch.Tensor) -> ResidualStep:
+        return ResidualStep(None, 1.0, pre_norm, model.rms_norm_eps, kernels)
+
+    first_norms = [norm(f"layers.{i}.input_layernorm") for i in range(model.num_layers)]
+    next_norms = [*first_norms[1:], norm("norm")]
+    layers = [
+        BlockLayer(
+            attention=load_draft_attention(f"layers.{i}.self_attn", model, weights, kernels),
+            after_attention=step(norm(f"layers.{i}.post_attention_layernorm")),
+            mlp=load_gated_mlp(f"layers.{i}.mlp", model.hidden_act, None, weights, kernels),
+            after_mlp=step(next_norms[i]),
+        )
+        for i in range(model.num_layers)
+    ]
+    fc = load_linear(["fc"], weights, None, kernels)
+    return BlockBackbone(fc, norm("hidden_norm"), first_norms[0], layers, model.rms_norm_eps, kernels)
+
+
+def load_block_drafter(
+    config: DraftConfig,
+    weights: WeightSource,
+    vocabulary: Vocabulary,
+    kernels: Kernels,
+    rope: RotaryEmbedding,
+    sampler: Sampler,
+    prior: float,
+    keep_distributions: bool,
+) -> BlockDrafter:
+    """Take every tensor but the vocabulary's."""
+    backbone = load_block_backbone(config, weights, kernels)
+    markov, confidence = load_markov(config, weights, kernels), load_confidence(config, weights)
+    return BlockDrafter(config, backbone, vocabulary, markov, confidence, rope, sampler, prior, keep_distributions)

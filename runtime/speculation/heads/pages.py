@@ -1,0 +1,82 @@
+"""A drafter's own layers behind the block ids of its target: caches, and where the rows of a draft pass lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dspark.kernels.ops import AttentionBatch, Kernels
+from dspark.runtime.scheduling.sequence import Sequence
+
+LayerCache = tuple[torch.Tensor, torch.Tensor]
+
+
+class DraftPages:
+    """Key and value caches of some layers, with the target's block ids. spare_blocks: more of them, behind the pool's, for the drafter."""
+
+    def __init__(self, kernels: Kernels, num_layers: int, spare_blocks: int = 0) -> None:
+        self.kernels, self.num_layers, self.spare_blocks = kernels, num_layers, spare_blocks
+        self.caches: list[LayerCache] = []
+        self.num_blocks = 0
+
+    @property
+    def bytes_per_block(self) -> int:
+        facts = self.kernels.facts
+        return 2 * self.num_layers * facts.num_kv_heads * facts.block_size * facts.head_dim * facts.dtype.itemsize
+
+    def allocate(self, num_blocks: int) -> None:
+        """Uninitialised on purpose: on CPU a page of memory counts only once a block in it is used."""
+        facts = self.kernels.facts
+        self.num_blocks = num_blocks
+        shape = (num_blocks + self.spare_blocks, facts.num_kv_heads, facts.block_size, facts.head_dim)
+        self.caches = [
+            (torch.empty(shape, dtype=facts.dtype, device=facts.device), torch.empty(shape, dtype=facts.dtype, device=facts.device))
+            for _ in range(self.num_layers)
+        ]
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        for k_cache, v_cache in self.caches:
+            self.kernels.copy_blocks(k_cache, v_cache, source, target)
+
+
+@dataclass
+class DraftPass:
+    """Rows that a draft pass computes: `rows` for each of S sequences, at its positions from the newest token's on.
+
+    tables int32 [S, max_blocks]. starts int64 [S]: position of the first row, the number of tokens before it. slots, positions int64
+    [S * rows]: of each row, sequence after sequence.
+    """
+
+    tables: torch.Tensor
+    starts: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    rows: int
+    max_start: int
+
+    def attention(self, context_lens: torch.Tensor, max_context_len: int, copies: int = 1) -> AttentionBatch:
+        """One query for each sequence (for each of `copies` in a row), which sees all of context_lens int32 [S] keys."""
+        tables, lens = self.tables, context_lens
+        if copies > 1:
+            tables, lens = tables.repeat_interleave(copies, 0), lens.repeat_interleave(copies)
+        count = lens.shape[0]
+        start = torch.arange(count + 1, dtype=torch.int32, device=lens.device)
+        return AttentionBatch(start, lens, tables, self.slots, self.positions, 1, max_context_len)
+
+
+def lay_out(sequences: list[Sequence], rows: int, block_size: int, device: str) -> DraftPass:
+    """Lay out the rows of a pass; each sequence's blocks reach to its last row."""
+    starts = np.asarray([seq.num_computed for seq in sequences], np.int64)
+    used = -(-(starts + rows) // block_size)
+    tables = np.zeros((len(sequences), int(used.max())), np.int32)
+    for i, seq in enumerate(sequences):
+        tables[i, : used[i]] = seq.table.blocks[: used[i]]
+    positions = starts[:, None] + np.arange(rows)[None]
+    slots = tables[np.arange(len(sequences))[:, None], positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return DraftPass(put(tables), put(starts), put(slots.reshape(-1)), put(positions.reshape(-1)), rows, int(starts.max()))
