@@ -133,6 +133,8 @@ def plan_quantization(model: MappedModel, request: QuantRequest) -> QuantPlan:
     check_packing(schemes, layers)
     plain = not request.rules
     config = replace(ignored, scheme=next(iter(schemes.values()))) if plain else QuantConfig.of_modules(schemes)
+    if solver.gptaq_alpha is not None and (request.method != "gptq" or model.config.num_experts):
+        raise UsageError("--gptaq corrects GPTQ on models without experts", "leave --gptaq out")
     kv_cache = kv_cache_config(request.kv_cache_dtype) if request.kv_cache_dtype else None
     if request.target_bpw is not None and (request.rules or base.storage != "wna16" or not solver.static_groups):
         raise UsageError("--target-bpw chooses bits by itself", "leave --rule and --no-static-groups out, and take a w*a16 scheme")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dspark.converters.calibration.run import CalibratedRun
     from dspark.converters.gate import Gate
     from dspark.converters.pipeline import Result
+    from dspark.converters.quantizers.base import SolverOptions
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 ACTIVATIONS = ("memory", "disk")
@@ -52,6 +53,7 @@ class QuantizeOptions:
     static_groups: bool = flag(True, "GPTQ: with --act-order groups stay neighbours; without, they are stored with a permutation")
     damp: float = flag(0.01, "GPTQ: damping of the Hessian, relative to its mean diagonal", low=0.0, high=1.0)
     kv_cache_dtype: str | None = flag(None, "calibrate scales for an 8-bit KV cache too; generate then takes it", choices=QUANTIZED_CACHES)
+    gptaq: float | None = flag(None, "GPTQ: correct for the error of the inputs too, with this strength (0.25)", low=0.0, high=1.0)
     activations: str = flag("memory", "where activations between layers are kept", choices=ACTIVATIONS)
     resume: bool = flag(False, "go on with the layers that an interrupted run with the same settings has finished", names="--resume")
     eval: Path | None = flag(
@@ -76,7 +78,6 @@ def quantize(console: Console, options: QuantizeOptions) -> int:
     bound_spinning()
     from dspark.converters.pipeline import quantize as run
     from dspark.converters.quantize import parse_rule
-    from dspark.converters.quantizers.base import SolverOptions
 
     rules = tuple(parse_rule(str(rule)) for rule in options.rule)
     gate = gate_of(options)
@@ -97,7 +98,7 @@ def quantize(console: Console, options: QuantizeOptions) -> int:
             options.force,
             progress,
             rules,
-            SolverOptions(act_order=options.act_order, static_groups=options.static_groups, damp=options.damp),
+            solver_of(options),
             calibrated,
             gate,
             options.kv_cache_dtype,
@@ -124,6 +125,13 @@ def calibrated_run(console: Console, options: QuantizeOptions) -> tuple[Calibrat
     request = SampleRequest(options.calibration, options.samples, options.sample_tokens, options.self_generate)
     walk = WalkOptions(options.device, on_disk=options.activations == "disk")
     return CalibratedRun(request, walk, options.resume, bar), bar
+
+
+def solver_of(options: QuantizeOptions) -> SolverOptions:
+    """The solvers' options as the flags have them."""
+    from dspark.converters.quantizers.base import SolverOptions
+
+    return SolverOptions(act_order=options.act_order, static_groups=options.static_groups, damp=options.damp, gptaq_alpha=options.gptaq)
 
 
 def gate_of(options: QuantizeOptions) -> Gate | None:

@@ -16,7 +16,7 @@ from dspark.converters.mapping import EMBEDDING, MappedModel
 from dspark.converters.quantize import QuantPlan
 from dspark.converters.quantizers.kv_cache import KVObserver
 from dspark.kernels.ops import Kernels
-from dspark.runtime.execution.layer_walk import LayerWalk, build_walk_layer
+from dspark.runtime.execution.layer_walk import LayerWalk, WalkLayer, build_walk_layer
 from dspark.runtime.execution.loader import choose_kernels, resolve_device
 from dspark.runtime.spec.model_config import ModelConfig
 
@@ -70,12 +70,16 @@ class CalibratedQuantization:
         if self._on_disk:
             self._walk.residual = self._allocate(*self._walk.residual.shape)
         self._quantizer = LayerQuantizer(config, plan, self._kernels)
+        self._full: LayerWalk | None = None
+        if plan.method == "gptq" and plan.solver is not None and plan.solver.gptaq_alpha is not None:
+            self._full = LayerWalk(config, calibration.samples, self._kernels)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the engine, by name; the plan's report is filled on the way. Raises InputError for values that are not finite."""
         model, config = self._model, self._model.config
         yield EMBEDDING, model.read_cast(EMBEDDING)
-        self._walk.start(MappedWeights(model, self._kernels.facts.dtype, self._kernels.facts.device).take(EMBEDDING))
+        for walk in self._walks():
+            walk.start(MappedWeights(model, self._kernels.facts.dtype, self._kernels.facts.device).take(EMBEDDING))
         for index in range(config.num_layers):
             result = self._layer(index)
             self._plan.report |= result.report
@@ -89,10 +93,12 @@ class CalibratedQuantization:
         if index < self._work.num_done:
             result = self._work.load(index)
             self._walk.advance(self._quantizer.rebuild(index, result, state))  # as the earlier run went on: the same bits come out
+            if self._full is not None:
+                self._full.advance(self._built(index, state))
             return result
-        built = build_walk_layer(self._model.config, index, None, DictWeights(state, self._kernels), self._kernels)
         observer = KVObserver(self._kernels) if self._plan.kv_cache is not None else None
-        result = self._quantizer.run(LayerPass(self._walk, built, self._allocate, observer), state)
+        full = LayerPass(self._full, self._built(index, state), self._allocate) if self._full is not None else None
+        result = self._quantizer.run(LayerPass(self._walk, self._built(index, state), self._allocate, observer), state, full)
         if observer is not None and self._plan.kv_cache is not None:
             if result.value_scales is not None and observer.v_absmax is not None:
                 observer.v_absmax = observer.v_absmax / result.value_scales.view_as(observer.v_absmax)
@@ -100,6 +106,13 @@ class CalibratedQuantization:
             result.tensors |= observer.tensors(index, self._plan.kv_cache)
         self._work.save(index, result)
         return result
+
+    def _walks(self) -> list[LayerWalk]:
+        return [self._walk] if self._full is None else [self._walk, self._full]
+
+    def _built(self, index: int, state: dict[str, torch.Tensor]) -> WalkLayer:
+        """The layer as it is."""
+        return build_walk_layer(self._model.config, index, None, DictWeights(state, self._kernels), self._kernels)
 
     def _rest(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The final norm and the head."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -50,32 +51,37 @@ class LayerQuantizer:
         self._model, self._plan, self._kernels = model, plan, kernels
         self._dtype: torch.dtype = getattr(torch, model.dtype)
 
-    def run(self, layer_pass: LayerPass, state: dict[str, torch.Tensor]) -> LayerResult:
+    def run(self, layer_pass: LayerPass, state: dict[str, torch.Tensor], full: LayerPass | None = None) -> LayerResult:
         """Take one layer through its stages. state: the layer's tensors by name, as the checkpoint has them.
 
-        The pass is finished when this returns: its walk holds the layer's result.
+        full: a pass of the layer as it is, over the stream of the model as it is, whose inputs GPTAQ compares with. Both passes are
+        finished when this returns: their walks hold the layer's results.
         """
         if self._plan.method in SCALING_METHODS:
             return self._scaled(layer_pass, state)
         result = LayerResult({})
         for stage in STAGES:
             slots = [slot for slot in layer_pass.slots if slot.stage == stage]
-            observed = self.observe(layer_pass, stage) if self._plan.method == "gptq" else self._pass_through(layer_pass, stage)
+            observed = self.observe(layer_pass, stage, full) if self._plan.method == "gptq" else self._pass_through(layer_pass, stage)
             for slot in slots:
                 self._install(slot, self._solve(slot.modules, state, observed, result), state)
         layer_pass.finish()
+        if full is not None:
+            full.finish()
         return self._with_dense(result, state)
 
-    def observe(self, layer_pass: LayerPass, stage: str) -> Observed:
-        """Statistics of what each module of a stage reads. Raises InputError when an input is not finite."""
+    def observe(self, layer_pass: LayerPass, stage: str, full: LayerPass | None = None) -> Observed:
+        """Statistics of what each module of a stage reads, beside its inputs in `full`. Raises InputError when an input is not finite."""
         sums: dict[int, StatisticsAccumulator] = {}
         slots: dict[int, Slot] = {}
-        for batch in layer_pass.inputs(stage):
-            for slot, x in batch:
+        beside = full.inputs(stage) if full is not None else repeat(None)
+        for batch, full_batch in zip(layer_pass.inputs(stage), beside, strict=False):
+            full_inputs = repeat(None) if full_batch is None else (x for _, x in full_batch)
+            for (slot, x), full_x in zip(batch, full_inputs, strict=False):
                 if id(slot) not in sums:
-                    sums[id(slot)], slots[id(slot)] = StatisticsAccumulator(x.shape[-1]), slot
+                    sums[id(slot)], slots[id(slot)] = StatisticsAccumulator(x.shape[-1], cross=full is not None), slot
                 try:
-                    sums[id(slot)].add(x)
+                    sums[id(slot)].add(x.cpu(), full_x if full_x is None else full_x.cpu())
                 except InputError as error:
                     raise InputError(f"{slot.modules[0]}: {error.message}", "calibrate in bfloat16 or float32: --dtype") from error
         observed: Observed = {}

@@ -18,6 +18,7 @@ from dspark.converters.calibration.driver import WalkOptions
 from dspark.converters.calibration.run import CalibratedRun
 from dspark.converters.calibration.samples import SampleRequest
 from dspark.converters.pipeline import quantize
+from dspark.converters.quantizers.base import SolverOptions
 from dspark.runtime.execution.loader import load_model
 from dspark.runtime.execution.logits import logits_for
 from dspark.runtime.spec.errors import UsageError
@@ -176,6 +177,23 @@ def test_other_settings_are_not_resumed_and_named(tmp_path, calibration) -> None
         quantize(checkpoint, tmp_path / "engine", "w8a16", "gptq", audit=False, calibrated=run_of(calibration, resume=True))
     quantize(checkpoint, tmp_path / "engine", "w8a16", "gptq", audit=False, calibrated=run_of(calibration))
     assert (tmp_path / "engine" / MANIFEST_NAME).is_file()
+
+
+def test_the_correction_for_the_inputs_error_changes_codes_and_resumes(tmp_path, calibration) -> None:
+    """GPTAQ compares with the stream of the model as it is, which a resumed run has to rebuild."""
+
+    def stop(done: int, total: int, words: str) -> None:
+        raise KeyboardInterrupt
+
+    checkpoint = checkpoint_of(tmp_path, num_hidden_layers=3)
+    options = {"solver": SolverOptions(gptaq_alpha=0.25), "audit": False}
+    quantize(checkpoint, tmp_path / "plain", "w4a16", "gptq", audit=False, calibrated=run_of(calibration))
+    quantize(checkpoint, tmp_path / "undisturbed", "w4a16", "gptq", calibrated=run_of(calibration), **options)
+    assert bytes_of(tmp_path / "plain") != bytes_of(tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        quantize(checkpoint, tmp_path / "engine", "w4a16", "gptq", calibrated=run_of(calibration, progress=stop), **options)
+    quantize(checkpoint, tmp_path / "engine", "w4a16", "gptq", calibrated=run_of(calibration, resume=True), **options)
+    assert bytes_of(tmp_path / "engine") == bytes_of(tmp_path / "undisturbed")
 
 
 def test_activations_on_disk_give_the_same_bytes(tmp_path, calibration) -> None:
