@@ -140,14 +140,20 @@ def expert_stacks(config: ModelConfig) -> dict[str, list[list[str]]]:
     return stacks
 
 
-def fuse_state(config: ModelConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Dense tensors by our names -> by those of the family's class in transformers 5. `state` is emptied of what is put together."""
+def fuse_state(config: ModelConfig, state: dict[str, torch.Tensor], layer: int | None = None) -> dict[str, torch.Tensor]:
+    """Dense tensors by our names -> by those of the family's class in transformers 5. `state` is emptied of what is put together.
+
+    layer: the one that `state` holds, None for a whole model.
+    """
     import torch
 
+    only = "" if layer is None else f"model.layers.{layer}."
     for fused, parts in fused_names(config).items():
-        state[f"{fused}.weight"] = torch.cat([state.pop(f"{part}.weight") for part in parts])
+        if fused.startswith(only):
+            state[f"{fused}.weight"] = torch.cat([state.pop(f"{part}.weight") for part in parts])
     for stack, experts in expert_stacks(config).items():
-        state[stack] = torch.stack([torch.cat([state.pop(name) for name in names]) for names in experts])
+        if stack.startswith(only):
+            state[stack] = torch.stack([torch.cat([state.pop(name) for name in names]) for names in experts])
     return state
 
 

@@ -82,9 +82,12 @@ class TextCodec:
             with contextlib.suppress(RequestError):  # a template may refuse this one
                 self.render_chat([{"role": "user", "content": ""}])
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
+    ) -> str:
         """The prompt text of a conversation: transformers' sandboxed renderer, special tokens in scope.
 
+        tools: JSON schemas of functions, as transformers' apply_chat_template takes them; many templates ignore them.
         Raises RequestError "no_chat_template", or "template_refused" with the template's own words.
         """
         if self.chat_template is None:
@@ -96,9 +99,8 @@ class TextCodec:
             )
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        special_tokens: dict[str, Any] = dict(self.special_tokens)
-        if "strftime_now" in self.chat_template:
-            self._pin_clock()
+        in_scope: dict[str, Any] = {**self.special_tokens, "tools": tools}
+        self.pin_clock(self.chat_template)
         # transformers drops null fields (content, tool_calls) before a template sees them; templates rely on it.
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
@@ -106,7 +108,7 @@ class TextCodec:
                 conversations=[chat],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
-                **special_tokens,
+                **in_scope,
             )
         except (MemoryError, ImportError):
             raise
@@ -115,20 +117,21 @@ class TextCodec:
             raise RequestError(f"the chat template refuses these messages: {words}", "template_refused", "messages") from error
         return str(rendered[0][0])  # of one conversation: (texts, spans of the assistant)
 
-    def _named_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self._tokenizer.token_to_id(token)
-
-    def _pin_clock(self) -> None:
-        """Templates with `strftime_now` write today's date into the prompt: give them the engine's date instead.
+    def pin_clock(self, template: str) -> None:
+        """Templates with `strftime_now` write today's date into the prompt: give this one the engine's date instead.
 
         The renderer takes no callable from outside, so the global of its compiled (and cached) template is replaced.
         """
+        if "strftime_now" not in template:
+            return
         from transformers.utils import chat_template_utils
 
-        if self.chat_template is not None:
-            compiled = chat_template_utils._compile_jinja_template(self.chat_template)
-            compiled.environment.globals["strftime_now"] = self._strftime_now
+        compiled = chat_template_utils._compile_jinja_template(template)
+        compiled.environment.globals["strftime_now"] = self._strftime_now
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._tokenizer.token_to_id(token)
 
     def _strftime_now(self, format: str) -> str:
         if self.clock is None:

@@ -71,7 +71,7 @@ def test_mistakes_are_one_line_and_exit_2(
 
 
 def test_a_failed_audit_exits_6(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dspark.converters.audit.MAX_RELATIVE_ERROR", -1.0)
+    monkeypatch.setattr("dspark.converters.audit.verdict.MAX_RELATIVE_ERROR", -1.0)
     code, _, err = typed(capsys, "convert", source, tmp_path / "engine")
     assert code == 6 and "audit failed" in err and not (tmp_path / "engine").exists()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from peak_memory import needs_proc, peak_anon_bytes
 from tiny_models import build_tokenizer, save_tokenizer
 
 LAYERS, HIDDEN, INNER, VOCAB = 12, 4096, 14336, 128256
@@ -61,24 +60,8 @@ def write_sparse_checkpoint(directory: Path) -> int:
     return offset
 
 
-def peak_anon_bytes(command: list[str]) -> int:
-    """Run a command to its end; the most anonymous memory seen, sampled every 20 ms."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    most = 0
-    while process.poll() is None:
-        try:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-        except OSError:
-            break
-        most = max([most, *(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))])
-        time.sleep(0.02)
-    output = process.communicate()[0].decode()
-    assert process.returncode == 0, output
-    return most
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@needs_proc
 def test_memory_does_not_follow_the_checkpoint(tmp_path: Path) -> None:
     """A converter that gathers the tensors first cannot convert what it cannot hold."""
     size = write_sparse_checkpoint(tmp_path / "checkpoint")
