@@ -10,21 +10,27 @@ import torch
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.errors import UsageError
 
-TYPICAL_TOKENS_PER_SEQ = 512
-"""Tokens of an ordinary prompt and answer: the default pool on CPU holds this many for each of max_num_seqs sequences."""
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
-def available_bytes() -> int:
+def available_bytes(group: Path = CONTROL_GROUP) -> int:
     """Bytes of host memory that this process may still take: the machine's or the control group's, whichever is less."""
-    available = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
+    available = int(psutil.virtual_memory().available)
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit != "max":
-            available = min(available, int(limit) - int((group / "memory.current").read_text()))
+            available = min(available, int(limit) - _held_bytes(group))
     except (OSError, ValueError):
         pass  # no control group of the second version: the machine's figure stands
     return max(available, 0)
+
+
+def _held_bytes(group: Path) -> int:
+    """What a control group holds without the files that it has read or written and not lately used: the kernel drops those on demand, and
+    right after a conversion they are as large as the checkpoint."""
+    held = int((group / "memory.current").read_text())
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return held - int(stat.get("inactive_file", 0))
 
 
 def kv_pool_bytes(config: EngineConfig, device: str, block_bytes: int, max_model_len: int) -> int:
@@ -42,8 +48,8 @@ def kv_pool_bytes(config: EngineConfig, device: str, block_bytes: int, max_model
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return int(free - (1.0 - config.gpu_memory_utilization) * total)
-    tokens = max(config.max_num_seqs * TYPICAL_TOKENS_PER_SEQ, max_model_len)
-    return min(-(-tokens // config.block_size) * block_bytes, available_bytes() // 2)
+    blocks = config.default_pool_tokens(max_model_len) // config.block_size
+    return min(blocks * block_bytes, available_bytes() // 2)
 
 
 def num_blocks(pool_bytes: int, block_bytes: int) -> int:

@@ -10,6 +10,8 @@ from dspark.runtime.spec.kv_cache import CACHE_CHOICES
 
 KERNEL_CHOICES = ("auto", "reference", "triton")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
+TYPICAL_TOKENS_PER_SEQ = 512
+"""Tokens of an ordinary prompt and answer."""
 
 
 def setting(default: Any, help: str, choices: tuple[Any, ...] = (), low: float | None = None, high: float | None = None) -> Any:
@@ -44,6 +46,12 @@ class EngineConfig:
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}",
                 f"type --max-num-batched-tokens {self.max_num_seqs} or more",
             )
+
+    def default_pool_tokens(self, max_model_len: int) -> int:
+        """Tokens of the KV cache on a CPU when its bytes are not given: an ordinary prompt and answer for each sequence, one of full length
+        at least, in whole blocks."""
+        tokens = max(self.max_num_seqs * TYPICAL_TOKENS_PER_SEQ, max_model_len)
+        return -(-tokens // self.block_size) * self.block_size
 
 
 def check_setting(name: str, value: Any, metadata: Any) -> None:
