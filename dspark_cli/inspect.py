@@ -51,6 +51,7 @@ def engine_facts(manifest: EngineManifest) -> dict[str, Any]:
         "scheme": describe_scheme(manifest.quant),
         "method": manifest.quant.scheme.method if manifest.quant else None,
         "ignored_layers": list(manifest.quant.ignore) if manifest.quant else None,
+        "kv_cache": manifest.kv_cache.describe() if manifest.kv_cache else None,
         "weight_bytes": manifest.weight_bytes(),
         "source": f"{manifest.lineage.get('source', 'unknown')} ({manifest.lineage.get('format', 'unknown')})",
         "adapters": [f"{adapter['source']} x{adapter['weight']:g}" for adapter in manifest.lineage.get("adapters", ())],

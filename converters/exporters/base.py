@@ -182,6 +182,8 @@ def export(
         with one_torch_thread():
             _write_tensors(exporter, writer, progress)
         notes = [*exporter.notes, *_write_tokenizer(source, writer)]
+        if source.manifest.kv_cache is not None:
+            notes.append("the scales of the KV cache are not exported")
         generation = source.generation_config()
         if generation is not None:
             writer.add_json(GENERATION_NAME, generation)

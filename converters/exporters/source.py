@@ -186,7 +186,8 @@ class EngineSource:
 
     def _check_complete(self) -> None:
         wanted = {name for entry in self.entries for name in self._names_of(entry)}
-        missing, extra = sorted(wanted - set(self.manifest.tensors)), sorted(set(self.manifest.tensors) - wanted)
+        held = set(self.manifest.model_tensors())
+        missing, extra = sorted(wanted - held), sorted(held - wanted)
         faults = [f"{what}: {summarize(names, 5)}" for what, names in (("missing", missing), ("unexpected", extra)) if names]
         if faults:
             raise InputError(f"'{self.path}' does not hold the tensors of its model: {'; '.join(faults)}", AGAIN)

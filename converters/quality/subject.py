@@ -12,7 +12,7 @@ from dspark.converters.packed import refuse_packed
 from dspark.converters.quality.measure import FinalStates, Progress, Samples, final_states
 from dspark.converters.quality.windows import TokenSet
 from dspark.kernels.ops import Kernels
-from dspark.runtime.execution.loader import EngineWeights, choose_kernels
+from dspark.runtime.execution.loader import EngineWeights, cache_dtype_of, choose_kernels
 from dspark.runtime.jobs.tokenizer import TextCodec, load_codec
 from dspark.runtime.spec.errors import UsageError
 from dspark.runtime.spec.manifest import MANIFEST_NAME, EngineManifest, load_manifest
@@ -30,7 +30,8 @@ class Subject:
 
     def kernels(self, dtype: str | None, device: str, kernels: str) -> Kernels:
         """Those that would serve it. dtype: default its own."""
-        return choose_kernels(self.config, dtype, device, kernels)
+        cache_dtype = cache_dtype_of(self.manifest) if self.manifest is not None else None
+        return choose_kernels(self.config, dtype, device, kernels, cache_dtype=cache_dtype)
 
     def states(self, kernels: Kernels, samples: Samples, progress: Progress | None = None) -> FinalStates:
         """Walk the model. Raises InputError for a damaged engine."""

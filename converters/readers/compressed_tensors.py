@@ -6,7 +6,7 @@
 
 Codes are signed; with 2**(bits - 1) added they are the unsigned codes of the engine, and a zero point likewise. 8-bit integer weights with
 dynamic 8-bit activations, one scale for each token, are kept as that (W8A8). Every other rule for activations is noted and left out: the
-weights are the same numbers, the activations stay in 16 bits.
+weights are the same numbers, the activations stay in 16 bits. Scales of an 8-bit KV cache are kept: see `readers.cache_scales`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dspark.converters.readers.base import summarize
+from dspark.converters.readers.cache_scales import check_scales, read_scheme, spread
 from dspark.converters.readers.fp8 import DEFAULT_BLOCK, fp8_modules, plan_fp8, read_fp8
 from dspark.converters.readers.quantized import (
     SMALLEST_GROUP,
@@ -27,7 +28,9 @@ from dspark.converters.readers.quantized import (
     whole_groups,
     wna16_scheme,
 )
+from dspark.runtime.models.hf_config import model_config_from_hf
 from dspark.runtime.spec.errors import InputError, UnsupportedError
+from dspark.runtime.spec.kv_cache import KVCacheConfig
 from dspark.runtime.spec.quant import QuantScheme
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class CompressedTensorsReader(QuantizedReader):
     """A compressed-tensors checkpoint. Raises UnsupportedError for formats of other number types and for sparse or rotated weights."""
 
     format = METHOD
+    _kv_cache: KVCacheConfig | None = None
 
     def plan_linears(self) -> dict[str, PackedLinear]:
         self._check_format()
@@ -59,8 +63,17 @@ class CompressedTensorsReader(QuantizedReader):
             plan[module] = plan_fp8(self, module, self._block(module), METHOD)
         plan = {module: self._with_activations(module, linear) for module, linear in plan.items()}
         self._note_activations(plan)
-        self._drop_cache_scales()
+        self._kv_cache = self._plan_cache()
         return plan
+
+    def kv_cache(self) -> KVCacheConfig | None:
+        """The 8-bit KV cache that the checkpoint is calibrated for."""
+        self.tensors()  # plans
+        return self._kv_cache
+
+    def kv_scale(self, name: str) -> torch.Tensor:
+        """One of its scales, float32 [num_kv_heads, head_dim]."""
+        return spread(self.load(*name.rsplit(".", 1)), model_config_from_hf(self.config()))
 
     def read_weight(self, module: str, linear: PackedLinear) -> Any:
         if linear.scheme.storage == "fp8":
@@ -280,15 +293,24 @@ class CompressedTensorsReader(QuantizedReader):
             words = f"{said.get('num_bits', 8)}-bit {said.get('type', 'int')} ({grain})"
             self.notes.append(f"activations of {len(left)} layers stay in 16 bits: the checkpoint's {words} activations are not used")
 
-    def _drop_cache_scales(self) -> None:
+    def _plan_cache(self) -> KVCacheConfig | None:
+        """The KV cache of the checkpoint's scales, or None and a note that says why they are not used."""
         scales = {name for name in self._tensors if name.rpartition(".")[2] in CACHE_SCALES and ".self_attn." in name}
-        said = self.quantization.get("kv_cache_scheme")
-        if said or scales:
-            kind = f"{said.get('num_bits', 8)}-bit {said.get('type', 'int')}" if isinstance(said, dict) else "quantized"
-            self.notes.append(
-                f"the KV cache keeps the model's dtype: the checkpoint's {kind} kv_cache_scheme ({len(scales)} scales) is not used"
-            )
         self.dropped |= scales
+        said = self.quantization.get("kv_cache_scheme")
+        if not said and not scales:
+            return None
+        found = read_scheme(said, METHOD)
+        reason = found if isinstance(found, str) else self._fault_of_scales(scales)
+        if isinstance(found, KVCacheConfig) and reason is None:
+            return found
+        kind = f"{said.get('num_bits', 8)}-bit {said.get('type', 'int')}" if isinstance(said, dict) else "quantized"
+        left = f"the checkpoint's {kind} kv_cache_scheme ({len(scales)} scales) is not used"
+        self.notes.append(f"the KV cache keeps the model's dtype: {left}, {reason}")
+        return None
+
+    def _fault_of_scales(self, scales: set[str]) -> str | None:
+        return check_scales(model_config_from_hf(self.config()), scales, lambda name: self.load(*name.rsplit(".", 1)))
 
 
 def dense_width(inputs: int, bits: int) -> int:

@@ -11,6 +11,7 @@ from dspark.converters.readers.safetensors import open_safetensors, read_json_ob
 from dspark.converters.tokenizer_files import TokenizerBundle, load_transformers_tokenizer, read_bundle
 from dspark.runtime.models.hf_config import hf_config_from_model
 from dspark.runtime.spec.errors import InputError
+from dspark.runtime.spec.kv_cache import KVCacheConfig
 from dspark.runtime.spec.manifest import MANIFEST_NAME, load_manifest
 
 if TYPE_CHECKING:
@@ -42,7 +43,15 @@ class EngineReader:
         return read_json_object(path) if path.is_file() else None
 
     def tensors(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(record.dtype, record.shape) for name, record in self.manifest.tensors.items()}
+        return {name: TensorInfo(record.dtype, record.shape) for name, record in self.manifest.model_tensors().items()}
+
+    def kv_cache(self) -> KVCacheConfig | None:
+        """The 8-bit KV cache that the engine is calibrated for."""
+        return self.manifest.kv_cache
+
+    def kv_scale(self, name: str) -> torch.Tensor:
+        """One of its scales, float32 [num_kv_heads, head_dim]."""
+        return self.read(name)
 
     def read(self, name: str) -> torch.Tensor:
         return self._handles[self.manifest.tensors[name].shard].get_tensor(name)

@@ -39,7 +39,7 @@ class EngineWeights:
         return name in self._records
 
     def take(self, name: str) -> torch.Tensor:
-        """Floating-point weights in the run's dtype (tensors of quantized weights and scales of the KV cache keep theirs), on its device."""
+        """Floating-point weights in the run's dtype (those of quantized weights and scales of the KV cache keep theirs), on its device."""
         record = self._records.get(name)
         if record is None:
             raise InputError(f"the engine has no tensor '{name}'", "convert the checkpoint again")
@@ -115,12 +115,17 @@ def load_model(
         weight_shadow=weight_shadow,
         interpreted=interpreted,
         exact_activations=exact_activations,
-        cache_dtype=CACHE_DTYPES.get(choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, kv_cache_dtype)),
+        cache_dtype=cache_dtype_of(manifest, kv_cache_dtype),
     )
     weights = EngineWeights(directory, manifest, chosen.facts.dtype, device)
     model = build_decoder(manifest.model, manifest.quant, weights, chosen)
     weights.check_all_taken()
     return model
+
+
+def cache_dtype_of(manifest: EngineManifest, wanted: str = "auto") -> torch.dtype | None:
+    """KernelFacts.cache_dtype for --kv-cache-dtype, the default being what an engine is served with. Raises as `choose_cache_dtype`."""
+    return CACHE_DTYPES.get(choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, wanted))
 
 
 def choose_kernels(
