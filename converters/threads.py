@@ -35,6 +35,17 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def map_slices(function: Callable[[T], R], slices: Iterable[T]) -> list[R]:
-    """The function over slices on all usable cores, results in order (so that sums over them do not depend on timing)."""
+    """The function over slices on all usable cores, results in order (so that sums over them do not depend on timing).
+
+    The threads take over the caller's inference mode: what it allocated there may be written nowhere else.
+    """
+    import torch
+
+    mode = torch.is_inference_mode_enabled()
+
+    def run(piece: T) -> R:
+        with torch.inference_mode(mode):
+            return function(piece)
+
     with ThreadPoolExecutor(usable_cores()) as pool:
-        return list(pool.map(function, slices))
+        return list(pool.map(run, slices))

@@ -2,7 +2,7 @@
 
 K inputs, T tokens. Products are summed in float32. Inputs in bfloat16 have products that float32 holds exactly, so oneDNN may compute them
 with its bfloat16 units and lose nothing; only the upper triangle of the symmetric sum is computed, in strips of rows. Both together are
-three times faster than a float32 product (`benchmarks/statistics.py`).
+three times faster than a float32 product (`benchmarks/solvers.py`).
 """
 
 from __future__ import annotations

@@ -205,6 +205,17 @@ def test_rows_do_not_depend_on_how_they_are_sliced(monkeypatch: pytest.MonkeyPat
     assert (whole.weight.dense(torch.float32) == sliced.weight.dense(torch.float32)).float().mean() > 0.999
 
 
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_solvers_run_in_inference_mode(method: str) -> None:
+    """Calibration does; tensors made there may not be written from threads that do not know of it."""
+    weight, statistics = random_weight(200, 64), statistics_of(correlated_inputs(300, 64))
+    for name in ("w4a16", "w4a16-asym", "w8a8"):
+        want = quantizer(method)(weight, PRESETS[name], statistics, DEFAULTS)
+        with torch.inference_mode():
+            found = quantizer(method)(weight.clone(), PRESETS[name], statistics_of(correlated_inputs(300, 64)), DEFAULTS)
+            assert torch.equal(found.weight.qweight, want.weight.qweight)
+
+
 # ------------------------------------------------------------------------------------------------------------------ what may go wrong
 
 
