@@ -39,7 +39,7 @@ from dspark.kernels.cpu.int8_blocks import (
 from dspark.kernels.cpu.int8_rows import BLOCK_OUTPUTS, finish_rows, quantize_row
 from dspark.kernels.cpu.llvm import LINE_BYTES, address
 from dspark.kernels.cpu.rows import empty_rows
-from dspark.kernels.cpu.views import as_array
+from dspark.kernels.cpu.views import KINDS, matrix
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.int8 import Int8Weight
 from dspark.kernels.quant_math import quantize_tokens
@@ -75,16 +75,24 @@ def _scratch(num_rows, row_bytes, num_workers):
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _product_amx(inputs, weight, row_bytes, corrections, scales, bias, shapes, num_workers, out):
-    """inputs [M, K], weight int8 (flat panels of inputs filled up to row_bytes) -> out [M, N]; shapes: see `tile_shapes`."""
-    num_rows, num_blocks = inputs.shape[0], scales.shape[0] // BLOCK_OUTPUTS
-    codes, row_scales, sums = _scratch(num_rows, row_bytes, num_workers)
-    if inputs.size <= SERIAL_ELEMENTS:
-        for row in range(num_rows):
-            quantize_row(inputs, row, codes, row_scales)
+def _quantize(x, codes, row_scales):
+    if x.size <= SERIAL_ELEMENTS:
+        for row in range(x.shape[0]):
+            quantize_row(x, row, codes, row_scales)
     else:
-        for row in prange(num_rows):
-            quantize_row(inputs, row, codes, row_scales)
+        for row in prange(x.shape[0]):
+            quantize_row(x, row, codes, row_scales)
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _product_amx(
+    kind, x_at, num_rows, inputs, out_at, outputs, weight, row_bytes, corrections, scales, bias, shapes, num_workers
+):  # fmt: skip
+    """Inputs [M, K] and outputs [M, N] of the same kind, by address (see `views.matrix`). weight: int8, flat panels of rows filled up to
+    row_bytes. corrections, scales, bias: [N filled up to blocks]. shapes: see `tile_shapes`."""
+    out, num_blocks = matrix(kind, out_at, num_rows, outputs), scales.shape[0] // BLOCK_OUTPUTS
+    codes, row_scales, sums = _scratch(num_rows, row_bytes, num_workers)
+    _quantize(matrix(kind, x_at, num_rows, inputs), codes, row_scales)
     x, steps, panel_bytes = codes.reshape(-1), row_bytes // INPUT_STEP, 16 * row_bytes
     for worker in prange(num_workers):
         scratch = worker * AMX_ROWS * BLOCK_OUTPUTS
@@ -115,16 +123,13 @@ def _product_amx(inputs, weight, row_bytes, corrections, scales, bias, shapes, n
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _product_vnni(inputs, weight, row_bytes, corrections, scales, bias, shapes, num_workers, out):
+def _product_vnni(
+    kind, x_at, num_rows, inputs, out_at, outputs, weight, row_bytes, corrections, scales, bias, shapes, num_workers
+):  # fmt: skip
     """The same without tiles."""
-    num_rows, num_blocks = inputs.shape[0], scales.shape[0] // BLOCK_OUTPUTS
+    out, num_blocks = matrix(kind, out_at, num_rows, outputs), scales.shape[0] // BLOCK_OUTPUTS
     codes, row_scales, sums = _scratch(num_rows, row_bytes, num_workers)
-    if inputs.size <= SERIAL_ELEMENTS:
-        for row in range(num_rows):
-            quantize_row(inputs, row, codes, row_scales)
-    else:
-        for row in prange(num_rows):
-            quantize_row(inputs, row, codes, row_scales)
+    _quantize(matrix(kind, x_at, num_rows, inputs), codes, row_scales)
     x, steps, panel_bytes = codes.reshape(-1), row_bytes // INPUT_STEP, 16 * row_bytes
     for worker in prange(num_workers):
         scratch = worker * AMX_ROWS * BLOCK_OUTPUTS
@@ -184,9 +189,11 @@ class Int8Panels:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, K] -> [M, N]."""
-        out = empty_rows(x.shape[0], self.out_features, x.dtype)
-        if x.shape[0]:
-            self._product(as_array(x.contiguous()), *self._constants, get_num_threads(), as_array(out))
+        num_rows, x = x.shape[0], x.contiguous()
+        out = empty_rows(num_rows, self.out_features, x.dtype)
+        if num_rows:
+            where = KINDS[x.dtype], x.data_ptr(), num_rows, self.in_features, out.data_ptr(), self.out_features
+            self._product(*where, *self._constants, get_num_threads())
         return out
 
 

@@ -37,6 +37,8 @@ class _BFloat(ir.Type):
 
 
 BFLOATS = ir.VectorType(_BFloat(), LANES)
+ROUNDS_BF16 = bool(binding.get_host_cpu_features().get("avx512bf16"))
+"""Whether one instruction rounds floats to bfloat16 (elsewhere LLVM would call a function that is not there)."""
 
 
 def has_instructions(capability: str, feature: str) -> bool:
@@ -74,8 +76,16 @@ def constant(vector, value):
 def store_rounded(builder, value, pointer, element_type):
     """Store 16 floats, rounded to nearest even where the elements are bfloat16 (seen as uint16)."""
     if element_type == types.uint16:
-        value = builder.bitcast(builder.fptrunc(value, BFLOATS), HALVES)
+        value = builder.bitcast(builder.fptrunc(value, BFLOATS), HALVES) if ROUNDS_BF16 else _rounded_bf16(builder, value)
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
+
+
+def _rounded_bf16(builder, value):
+    """The upper halves of 16 floats, to nearest even; NaN stays NaN."""
+    bits, half = builder.bitcast(value, WORDS), constant(WORDS, 16)
+    odd = builder.and_(builder.lshr(bits, half), constant(WORDS, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(WORDS, 0x7FFF))), half)
+    return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), constant(WORDS, 0x7FC0), rounded), HALVES)
 
 
 def prefetch_line(builder, pointer, offset):

@@ -18,7 +18,9 @@ def rounded_rows(num_rows: int) -> int:
 
 def empty_rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised matrix [num_rows, width] with room behind it for the rounded number of rows."""
-    return torch.empty((rounded_rows(num_rows), width), dtype=dtype)[:num_rows]
+    rounded = rounded_rows(num_rows)
+    rows = torch.empty((rounded, width), dtype=dtype)
+    return rows if rounded == num_rows else rows[:num_rows]
 
 
 def with_room(x: torch.Tensor, num_rows: int) -> torch.Tensor:
