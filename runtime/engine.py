@@ -21,6 +21,7 @@ from dspark.runtime.spec.manifest import EngineManifest, load_manifest
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.request import Completion, Request, RequestOutput
 from dspark.runtime.spec.sampling_params import SamplingParams
+from dspark.runtime.speculation.build import build_speculator
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Engine:
         self.kv = KVCacheManager(
             executor.num_blocks, config.block_size, config.enable_prefix_caching, spare_untouched=executor.device == "cpu"
         )
+        self.speculator = build_speculator(manifest, config)
         self.scheduler = Scheduler(
             self.kv,
             config.max_num_seqs,
@@ -68,9 +70,11 @@ class Engine:
             self.max_model_len,
             frozenset(model.eos_token_ids),
             executor.recompute_at,
+            self.speculator,
         )
         self._groups: dict[int, _Group] = {}
         self._num_added = 0
+        self._clock = time.process_time if executor.device == "cpu" else time.perf_counter  # other programs' load is no cost of ours
         self._counters = _Counters()
 
     @classmethod
@@ -119,7 +123,10 @@ class Engine:
             return []
         started = time.monotonic()
         plan = self.scheduler.schedule()
+        began = self._clock()
         result = self.executor.execute(plan)
+        if self.speculator is not None:
+            self.speculator.timed(plan, self._clock() - began)
         finished = self.scheduler.commit(plan, result)
         self._count(plan, started)
         return self._collect(finished)
@@ -153,6 +160,7 @@ class Engine:
             "max_num_seqs": self.config.max_num_seqs,
             "max_num_batched_tokens": self.config.max_num_batched_tokens,
             "max_model_len": self.max_model_len,
+            "speculation": self.speculator.metrics() if self.speculator is not None else None,
         }
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ class Sequence:
     """Answer number `index` of a request.
 
     token_ids: prompt and answer so far. num_computed: how many of them have their keys and values stored. cache_salt: see PrefixIndex.root.
+    num_drafted, num_accepted: draft tokens that were verified for it, and those kept.
     rope_len: the length that a rope which follows the sequence's length counts at least, for each of its tokens.
     """
 
@@ -27,8 +28,10 @@ class Sequence:
         "first_token_at_s",
         "index",
         "min_top2_gap",
+        "num_accepted",
         "num_cached_tokens",
         "num_computed",
+        "num_drafted",
         "num_preemptions",
         "prompt_len",
         "rank",
@@ -57,6 +60,8 @@ class Sequence:
         self.stopper: object | None = None
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
         self.first_token_at_s = 0.0
         self.min_top2_gap: float | None = None
 

@@ -9,6 +9,7 @@ from dspark.runtime.spec.errors import UsageError
 from dspark.runtime.spec.kv_cache import CACHE_CHOICES
 
 KERNEL_CHOICES = ("auto", "reference", "triton")
+SPECULATIVE_CHOICES = ("off", "auto", "ngram")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 TYPICAL_TOKENS_PER_SEQ = 512
 """Tokens of an ordinary prompt and answer."""
@@ -36,6 +37,10 @@ class EngineConfig:
     threads: int | None = setting(None, "CPU threads (default: the cores this process may use)", low=1, high=1024)
     deterministic: bool = setting(False, "batch-invariant arithmetic: the same bytes whatever the batch, order or pool size")
     seed: int = setting(0, "job seed of the random streams of lines without a seed", low=0, high=2**64 - 1)
+    speculative: str = setting(
+        "off", "speculative decoding, which changes no text (auto: whatever pays at the present load)", choices=SPECULATIVE_CHOICES
+    )
+    num_speculative_tokens: int | None = setting(None, "most draft tokens of a sequence in a step (auto: chosen)", low=1, high=64)
     weight_shadow: bool = setting(False, "keep a bfloat16 copy of quantized weights for large batches (faster, more memory)")
 
     def __post_init__(self) -> None:

@@ -1,0 +1,174 @@
+"""Asks proposers for drafts, cuts them to what pays at the present load, and learns from what came of them.
+
+Nothing here can change a text (see `verify`), so it is free to be wrong: a wrong estimate costs time only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+from dspark.runtime.scheduling.plan import SchedulerOutput
+from dspark.runtime.scheduling.sequence import Sequence
+from dspark.runtime.speculation.acceptance import Acceptance
+from dspark.runtime.speculation.cost import StepCost
+from dspark.runtime.speculation.draft import Draft, Verified
+from dspark.runtime.speculation.drafter import Proposer
+from dspark.runtime.speculation.planner import best_counts
+
+PATIENCE = 3
+"""Drafts in a row of which nothing was accepted before a line pauses."""
+LONGEST_PAUSE = 64
+IDLE_AFTER, IDLE_STRIDE = 16, 8
+"""When nothing has paid for so many steps, drafts are looked for in every so many steps only."""
+PROBE_EVERY = 32
+"""Of the looks at which nothing pays, one in so many verifies a short draft all the same: the job may have changed."""
+PROBE_TOKENS = 2
+
+
+@dataclass
+class _Line:
+    """What a sequence's drafts came to lately. pause: steps that it still sits out."""
+
+    misses: int = 0
+    pause: int = 0
+
+
+class Speculator:
+    """proposers: asked in this order, each for the sequences that the ones before have nothing for.
+
+    fixed: verify so many tokens of every draft; None chooses by cost and acceptance. body_share: share of a token's work that is done
+    before the head; a step's work is counted in tokens that go through both.
+    """
+
+    def __init__(self, proposers: Rows[Proposer], fixed: int | None = None, body_share: float = 1.0, cost: StepCost | None = None) -> None:
+        self.proposers = list(proposers)
+        self.fixed = fixed
+        self.max_tokens = min(max(proposer.max_tokens for proposer in self.proposers), fixed or math.inf)  # type: ignore[assignment]
+        self.cost = cost if cost is not None else StepCost()
+        self.acceptance = Acceptance()
+        self._body_share = body_share
+        self._lines: dict[int, _Line] = {}
+        self._owners: dict[str, Proposer] = {}
+        self._steps = self._idle = self._looks_without = 0
+        self.num_rounds = self.num_drafted = self.num_accepted = 0
+        self._lengths: dict[int, int] = {}
+
+    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int) -> list[Draft | None]:
+        """See `scheduler.Speculates`."""
+        self._steps += 1
+        drafts: list[Draft | None] = [None] * len(sequences)
+        if self.fixed is None and (not self.cost.is_known or (self._idle >= IDLE_AFTER and self._steps % IDLE_STRIDE)):
+            return drafts
+        asked = [i for i, seq in enumerate(sequences) if self._may_draft(seq)]
+        for proposer in self.proposers:
+            open_ = [i for i in asked if drafts[i] is None]
+            if open_:
+                for i, draft in zip(open_, proposer.propose([sequences[i] for i in open_], [rooms[i] for i in open_]), strict=True):
+                    if draft is not None:
+                        drafts[i] = self._with_survival(draft)
+                        self._owners[draft.source] = proposer
+        return self._cut(drafts, num_planned)
+
+    def _with_survival(self, draft: Draft) -> Draft:
+        """The draft with learned estimates where its proposer has none of its own."""
+        if draft.survival:
+            return draft
+        rates = self.acceptance.survival(draft.source, draft.longest())
+        rates_by_node = rates if draft.parents is None else [rates[draft.depth(node) - 1] for node in range(len(draft))]
+        return Draft(draft.token_ids, tuple(rates_by_node), draft.source, draft.parents, draft.distributions)
+
+    def _cut(self, drafts: list[Draft | None], num_planned: int) -> list[Draft | None]:
+        if self.fixed is not None:
+            return [draft.cut(self.fixed) if draft is not None else None for draft in drafts]
+        present = [i for i, draft in enumerate(drafts) if draft is not None]
+        if not present:
+            self._idle += 1
+            return drafts
+        survivals = [chances(draft) for draft in drafts if draft is not None]
+        counts = best_counts(survivals, num_planned, self.cost.estimate)
+        if not any(counts):
+            self._idle += 1
+            self._looks_without += 1
+            if self._looks_without % PROBE_EVERY == 0:
+                counts[self._looks_without // PROBE_EVERY % len(present)] = PROBE_TOKENS
+        else:
+            self._idle = 0
+        cut: list[Draft | None] = [None] * len(drafts)
+        for i, count in zip(present, counts, strict=True):
+            draft = drafts[i]
+            if count and draft is not None:
+                cut[i] = draft.cut(count)
+        return cut
+
+    def _may_draft(self, seq: Sequence) -> bool:
+        line = self._lines.get(id(seq))
+        if line is None or line.pause == 0:
+            return True
+        line.pause -= 1
+        return False
+
+    def learn(self, seq: Sequence, draft: Draft, verified: Verified) -> None:
+        """See `scheduler.Speculates`."""
+        self.acceptance.learn(draft, verified)
+        self.num_rounds += 1
+        self.num_drafted += len(draft)
+        self.num_accepted += verified.num_accepted
+        self._lengths[len(draft)] = self._lengths.get(len(draft), 0) + 1
+        seq.num_drafted += len(draft)
+        seq.num_accepted += verified.num_accepted
+        line = self._lines.setdefault(id(seq), _Line())
+        line.misses = 0 if verified.num_accepted else line.misses + 1
+        if line.misses >= PATIENCE and self.fixed is None:
+            line.pause = min(2 ** (line.misses - PATIENCE), LONGEST_PAUSE)
+        owner = self._owners.get(draft.source)
+        if owner is not None:
+            owner.learn(seq, draft, verified)
+
+    def forget(self, seq: Sequence) -> None:
+        """See `scheduler.Speculates`."""
+        self._lines.pop(id(seq), None)
+        for proposer in self.proposers:
+            proposer.forget(seq)
+
+    def timed(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Take in what a step cost. Its work is counted in whole tokens: those that only fill the cache do not go through the head."""
+        rows = sum(1 + len(item.draft or ()) for item in plan.sampling)
+        work = plan.num_tokens * self._body_share + rows * (1.0 - self._body_share)
+        self.cost.observe(_bucket(work), seconds)
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters of the run, JSON-ready."""
+        return {
+            "proposers": [proposer.name for proposer in self.proposers],
+            "rounds": self.num_rounds,
+            "draft_tokens": self.num_drafted,
+            "accepted_tokens": self.num_accepted,
+            "acceptance_rate": round(self.num_accepted / self.num_drafted, 4) if self.num_drafted else None,
+            "mean_accepted_length": round(1 + self.num_accepted / self.num_rounds, 4) if self.num_rounds else None,
+            "verified_lengths": {str(length): count for length, count in sorted(self._lengths.items())},
+            "acceptance": self.acceptance.record(),
+            "step_cost_ms": self.cost.record(),
+        }
+
+
+def chances(draft: Draft) -> list[float]:
+    """For each node the probability that it is accepted with all before it on its path."""
+    if draft.parents is None:
+        return list(accumulate(draft.survival, mul))
+    found: list[float] = []
+    for node, own in enumerate(draft.survival):
+        parent = draft.parent(node)
+        found.append(own if parent < 0 else own * found[parent])
+    return found
+
+
+def _bucket(work: float) -> int:
+    """Work rounded to a few sizes, eight to a doubling."""
+    if work <= 16:
+        return max(round(work), 1)
+    return round(2 ** (round(8 * math.log2(work)) / 8))
