@@ -10,7 +10,7 @@ from dspark.converters.mapping import MappedModel
 from dspark.converters.quality.evaluation import Evaluation
 from dspark.converters.quality.gate import QualityLimits, check
 from dspark.converters.quality.measure import compare
-from dspark.converters.quality.subject import Subject, open_subject
+from dspark.converters.quality.subject import Subject, open_subject, run_dtype
 from dspark.converters.quality.windows import TokenSet, line_samples, resolve_context, text_windows
 from dspark.converters.quantize import QuantPlan
 from dspark.runtime.jobs.tokenizer import load_codec
@@ -40,7 +40,7 @@ class Gate:
         engine, baseline = open_subject(directory, engine_only=True), Subject(Path(source.reader.path), source.config, None, source)
         kernels = [subject.kernels(None, self.device, "auto") for subject in (baseline, engine)]
         states = [subject.states(chosen, tokens.samples) for subject, chosen in zip((baseline, engine), kernels, strict=True)]
-        dtypes = tuple(str(chosen.facts.dtype).removeprefix("torch.") for chosen in reversed(kernels))
+        dtypes = tuple(map(run_dtype, reversed(kernels)))
         comparison = compare(states[0], states[1], tokens.samples)
         self.evaluation = Evaluation(tokens, comparison, dtypes, Path(source.reader.path).resolve().name, self.limits)
         size = default_group_size({inputs for _, inputs in plan.layers.values()})

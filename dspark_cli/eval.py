@@ -99,6 +99,7 @@ def measure(
     """Walk the engine and the baseline over one file's samples."""
     from dspark.converters.quality.evaluation import Evaluation
     from dspark.converters.quality.measure import compare, score
+    from dspark.converters.quality.subject import run_dtype
     from dspark.runtime.execution.loader import resolve_device
     from dspark.runtime.execution.single import set_threads, usable_cores
 
@@ -112,8 +113,8 @@ def measure(
     def walk(subject: Subject, name: str) -> tuple[Any, str]:
         chosen = subject.kernels(dtype, device, options.kernels)
         states = with_bar(console, "layer", lambda progress: subject.states(chosen, tokens.samples, progress))
-        console.detail(f"{name}: {subject.config.num_layers} layers in {str(chosen.facts.dtype).removeprefix('torch.')} on {device}")
-        return states, str(chosen.facts.dtype).removeprefix("torch.")
+        console.detail(f"{name}: {subject.config.num_layers} layers in {run_dtype(chosen)} on {device}")
+        return states, run_dtype(chosen)
 
     ours, our_dtype = walk(engine, "engine")
     if baseline is None or options.baseline is None:

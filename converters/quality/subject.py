@@ -12,7 +12,7 @@ from dspark.converters.packed import refuse_packed
 from dspark.converters.quality.measure import FinalStates, Progress, Samples, final_states
 from dspark.converters.quality.windows import TokenSet
 from dspark.kernels.ops import Kernels
-from dspark.runtime.execution.loader import EngineWeights, cache_dtype_of, choose_kernels
+from dspark.runtime.execution.loader import CACHE_DTYPES, EngineWeights, cache_dtype_of, choose_kernels
 from dspark.runtime.jobs.tokenizer import TextCodec, load_codec
 from dspark.runtime.spec.errors import UsageError
 from dspark.runtime.spec.manifest import MANIFEST_NAME, EngineManifest, load_manifest
@@ -53,6 +53,14 @@ def open_subject(path: Path, engine_only: bool = False) -> Subject:
     mapped = map_checkpoint(open_checkpoint(path))
     refuse_packed(mapped)
     return Subject(path, mapped.config, None, mapped)
+
+
+def run_dtype(kernels: Kernels) -> str:
+    """The dtype of a run in words, such as "bfloat16" or "bfloat16 with an int8 KV cache"."""
+    facts = kernels.facts
+    dtype = str(facts.dtype).removeprefix("torch.")
+    cache = next((name for name, cached in CACHE_DTYPES.items() if cached == facts.cache_dtype), None)
+    return dtype if cache is None else f"{dtype} with an {cache} KV cache"
 
 
 def check_same_tokens(tokens: TokenSet, codec: TextCodec, baseline: Subject) -> None:
