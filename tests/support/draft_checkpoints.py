@@ -196,13 +196,20 @@ BLOCK_KINDS = [name for name, kind in KINDS.items() if kind.truth.method != "eag
 EAGLE_KINDS = [name for name in KINDS if name not in BLOCK_KINDS]
 
 
-def make_draft(directory: Path, kind: str, seed: int = 0, config_changes: dict[str, Any] | None = None, **truth_changes: Any) -> MadeDraft:
+def make_draft(
+    directory: Path,
+    kind: str,
+    seed: int = 0,
+    config_changes: dict[str, Any] | None = None,
+    change_tensors: Callable[[Tensors], Tensors] = dict,
+    **truth_changes: Any,
+) -> MadeDraft:
     """Write one draft checkpoint. config_changes: keys of config.json that are set, or taken out where the value is None."""
     from safetensors.torch import save_file
 
     made, truth = KINDS[kind], replace(KINDS[kind].truth, **truth_changes)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = _random_tensors(truth, seed)
+    tensors = change_tensors(_random_tensors(truth, seed))
     config = {**made.config(truth), **(config_changes or {})}
     config = {key: value for key, value in config.items() if not (config_changes and key in config_changes and value is None)}
     published = {made.rename(name): tensor.contiguous() for name, tensor in {**tensors, **made.extra(truth, tensors)}.items()}

@@ -45,6 +45,8 @@ class Reference:
 
     def __init__(self, made: MadeDraft, target: Any, trap: str = "") -> None:
         self.truth, self.tensors, self.target, self.trap = made.truth, made.tensors, target, trap
+        self.path: tuple[int, ...] | None = None
+        self._known: list[tuple[list[int], torch.Tensor]] = []
         base = target.get_input_embeddings().weight.detach()
         self.embedding = made.tensors.get("embed_tokens.weight", base)
         self.ids = target_ids(made.tensors) if "d2t" in made.tensors else torch.arange(VOCAB_SIZE)
@@ -61,13 +63,19 @@ class Reference:
     @torch.no_grad()
     def features(self, tokens: list[int]) -> torch.Tensor:
         """Tapped states of every token side by side [T, taps * H]."""
+        for known, found in self._known:  # a token's states depend on what is before it alone
+            if known[: len(tokens)] == tokens:
+                return found[: len(tokens)]
         states = self.target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         shift = {"tap before the layer": -1, "tap after the next layer": 1}.get(self.trap, 0)
-        return torch.cat([states[max(state + shift, 0)][0] for state in self.truth.states], -1)
+        found = torch.cat([states[max(state + shift, 0)][0] for state in self.truth.states], -1)
+        self._known.append((tokens, found))
+        return found
 
     @torch.no_grad()
-    def draft(self, tokens: list[int], limit: int, request: Request, index: int = 0) -> Expected:
-        """The draft after `tokens`, whose last one the target has not computed."""
+    def draft(self, tokens: list[int], limit: int, request: Request, index: int = 0, path: tuple[int, ...] | None = None) -> Expected:
+        """The draft after `tokens`, whose last one the target has not computed. path: tokens that are taken instead of drawn ones."""
+        self.path = path
         return self._eagle(tokens, limit, request, index) if self.truth.method == "eagle3" else self._block(tokens, limit, request, index)
 
     def heads(self, layer: str, which: str, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
@@ -130,7 +138,7 @@ class Reference:
                 bias, memory = self.bias(path[-2] if self.trap == "bias of the token before" and len(path) > 1 else path[-1], state, memory)
                 logits = logits + bias
             previous = path[-1]
-            token, distribution = self.choose(logits, request, index, len(tokens) + len(path) - 1)
+            token, distribution = self.choose(logits, request, index, len(tokens), len(path) - 1)
             path.append(token)
             if truth.confidence:
                 seen = token if self.trap == "estimate from the token itself" else previous
@@ -191,22 +199,24 @@ class Reference:
         for step in range(limit):
             raw = self.eagle_layer(fed, paired)
             normed = norm(raw, self.weight("norm"))
-            token, distribution = self.choose(self.head @ normed, request, index, len(tokens) + step)
+            token, distribution = self.choose(self.head @ normed, request, index, len(tokens), step)
             expected.tokens.append(token)
             expected.distributions.append(distribution)
             back = normed if self.truth.norm_output != (self.trap == "the other output goes back") else raw
             fed, paired = torch.cat([fed, back[None]]), [*paired, token]
         return expected
 
-    def choose(self, logits: torch.Tensor, request: Request, index: int, position: int) -> tuple[int, torch.Tensor]:
-        """The token that the position's noise draws, and what it was drawn from."""
+    def choose(self, logits: torch.Tensor, request: Request, index: int, start: int, step: int) -> tuple[int, torch.Tensor]:
+        """Draft token number `step` (from 0) after `start` tokens: what its position's noise draws, and what it is drawn from."""
         params = request.params
         wide = torch.full((VOCAB_SIZE,), -torch.inf)
         ids = torch.arange(len(self.ids)) if self.trap == "draft tokens for target tokens" else self.ids
         wide[ids] = logits
         if params.is_greedy:
             token = int(wide.argmax())
-            return token, torch.nn.functional.one_hot(torch.tensor(token), VOCAB_SIZE).float()
-        chances = probabilities(wide, params.temperature, params.top_k, params.top_p, params.min_p)
-        noise = exponential_noise([row_key(request.draw_key, index, position)], VOCAB_SIZE)[0]
-        return int((noise / chances).argmin()), chances
+            chances = torch.nn.functional.one_hot(torch.tensor(token), VOCAB_SIZE).float()
+        else:
+            chances = probabilities(wide, params.temperature, params.top_k, params.top_p, params.min_p)
+            noise = exponential_noise([row_key(request.draw_key, index, start + step)], VOCAB_SIZE)[0]
+            token = int((noise / chances).argmin())
+        return (token if self.path is None else self.path[step]), chances

@@ -97,3 +97,16 @@ def run(
     outputs += list(engine.drain())
     engine.kv.check_integrity([])
     return Run({output.request_id: [c.token_ids for c in output.completions] for output in outputs}, speculator, engine)
+
+
+def block_bytes(engine_dir: Path, draft: Any) -> int:
+    """Bytes of a block of a target and of a stored draft together."""
+    import torch
+
+    from dspark.runtime.execution.loader import load_model
+    from dspark.runtime.kv.pool import bytes_per_block
+    from dspark.runtime.sampling.sampler import Sampler
+
+    model = load_model(engine_dir)
+    drafter = draft.build()(model, Sampler(frozenset()), 256)
+    return bytes_per_block(model.config, 16, torch.float32) + int(drafter.bytes_per_block)

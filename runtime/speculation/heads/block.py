@@ -26,7 +26,7 @@ from dspark.runtime.speculation.heads.attention import DraftAttention, load_draf
 from dspark.runtime.speculation.heads.chains import Chains
 from dspark.runtime.speculation.heads.config import DraftConfig
 from dspark.runtime.speculation.heads.markov import ConfidenceHead, MarkovHead, load_confidence, load_markov
-from dspark.runtime.speculation.heads.pages import DraftPages, DraftPass, LayerCache, lay_out
+from dspark.runtime.speculation.heads.pages import DraftPages, DraftPass, LayerCache, by_rows, lay_out
 from dspark.runtime.speculation.heads.vocabulary import Vocabulary
 
 LOGITS_AT_ONCE = 1 << 26
@@ -118,18 +118,13 @@ class BlockDrafter:
         """Blocks of the trained number of rows; where a sequence has no room for them, as many as fit (fewer mask rows draft worse, not
         wrongly). Sequences with equal rows go together."""
         drafts: list[Draft | None] = [None] * len(sequences)
-        by_rows: dict[int, list[int]] = {}
-        for i, room in enumerate(rooms):
-            rows = min(self.config.block_size, room + 1)
-            if min(room, self._num_drafts(rows)) > 0:
-                by_rows.setdefault(rows, []).append(i)
-        for rows, members in by_rows.items():
-            at_once = max(1, LOGITS_AT_ONCE // (rows * self.config.draft_vocab_size))
-            for start in range(0, len(members), at_once):
-                chosen = members[start : start + at_once]
-                limits = [min(rooms[i], self._num_drafts(rows)) for i in chosen]
-                for i, draft in zip(chosen, self._draft_blocks([sequences[i] for i in chosen], limits, rows), strict=True):
-                    drafts[i] = draft
+        fitting = [min(self.config.block_size, room + 1) for room in rooms]
+        rows = [count if min(room, self._num_drafts(count)) > 0 else 0 for count, room in zip(fitting, rooms, strict=True)]
+        at_once = max(1, LOGITS_AT_ONCE // (self.config.block_size * self.config.draft_vocab_size))
+        for count, members in by_rows(rows, at_once):
+            limits = [min(rooms[i], self._num_drafts(count)) for i in members]
+            for i, draft in zip(members, self._draft_blocks([sequences[i] for i in members], limits, count), strict=True):
+                drafts[i] = draft
         return drafts
 
     def _num_drafts(self, rows: int) -> int:

@@ -12,6 +12,7 @@ from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.spec.errors import InputError
 from dspark.runtime.speculation.heads.block import BlockDrafter, load_block_drafter
 from dspark.runtime.speculation.heads.config import DraftConfig
+from dspark.runtime.speculation.heads.eagle3 import EagleDrafter, load_eagle_drafter
 from dspark.runtime.speculation.heads.stored import DraftWeights, load_stored
 from dspark.runtime.speculation.heads.vocabulary import load_vocabulary
 
@@ -25,14 +26,16 @@ def load_drafter(
     sampler: Sampler,
     max_model_len: int,
     *,
+    max_tokens: int | None = None,
     temperatures: tuple[float, ...] | None = None,
     prior: float = PRIOR,
     keep_distributions: bool = False,
-) -> BlockDrafter:
+) -> BlockDrafter | EagleDrafter:
     """Load a stored draft for a target, on its device, in its dtype, for a cache of its block size. Not allocated yet.
 
-    max_model_len: longest sequence in tokens. temperatures: instead of the stored ones (see DraftConfig). prior, keep_distributions: see
-    BlockDrafter and Chains. Raises InputError when the directory is unusable or the draft was made for another target.
+    max_model_len: longest sequence in tokens. max_tokens: of an EAGLE-3 draft (a block's length is its own). temperatures: instead of the
+    stored ones (see DraftConfig). prior, keep_distributions: see BlockDrafter and Chains. Raises InputError when the directory is unusable
+    or the draft was made for another target.
     """
     stored = load_stored(Path(directory))
     config = stored.config if temperatures is None else replace(stored.config, temperatures=temperatures)
@@ -42,7 +45,11 @@ def load_drafter(
     vocabulary = load_vocabulary(config, weights, target, kernels)
     model = config.model
     rope = RotaryEmbedding(model.rope, model.head_dim, max_model_len + config.block_size, model.max_position, kernels.facts.device)
-    drafter = load_block_drafter(config, weights, vocabulary, kernels, rope, sampler, prior, keep_distributions)
+    drafter: BlockDrafter | EagleDrafter
+    if config.method == "eagle3":
+        drafter = load_eagle_drafter(config, weights, vocabulary, kernels, rope, sampler, max_tokens, prior, keep_distributions)
+    else:
+        drafter = load_block_drafter(config, weights, vocabulary, kernels, rope, sampler, prior, keep_distributions)
     weights.check_all_taken()
     return drafter
 

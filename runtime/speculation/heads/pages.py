@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,3 +81,14 @@ def lay_out(sequences: list[Sequence], rows: int, block_size: int, device: str) 
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return DraftPass(put(tables), put(starts), put(slots.reshape(-1)), put(positions.reshape(-1)), rows, int(starts.max()))
+
+
+def by_rows(rows: list[int], at_once: int) -> Iterator[tuple[int, list[int]]]:
+    """Groups of sequences with equally many rows, none of 0, of at most at_once: (rows, indices)."""
+    groups: dict[int, list[int]] = {}
+    for i, count in enumerate(rows):
+        if count > 0:
+            groups.setdefault(count, []).append(i)
+    for count, members in groups.items():
+        for start in range(0, len(members), at_once):
+            yield count, members[start : start + at_once]
