@@ -105,6 +105,16 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in expected_tensors(config).values())
 
 
+def with_own_head(model: MappedModel) -> MappedModel:
+    """The model with a head of its own, equal to the embedding that it shared; a model whose head is its own comes back as it is."""
+    if not model.config.tie_word_embeddings:
+        return model
+    config = replace(model.config, tie_word_embeddings=False)
+    shapes = expected_tensors(config)
+    part = model.parts.get(EMBEDDING, FusedPart(EMBEDDING, 0, shapes[EMBEDDING][0]))
+    return replace(model, config=config, shapes=shapes, parts={**model.parts, HEAD: part})
+
+
 def linear_modules(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Module name -> (outputs, inputs) of every linear layer, the head included where it has its own weight."""
     return {

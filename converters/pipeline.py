@@ -15,9 +15,9 @@ from dspark.converters.cache_scales import carried_scales
 from dspark.converters.detect import open_checkpoint
 from dspark.converters.lora import with_adapters
 from dspark.converters.lora.reader import LoraReader
-from dspark.converters.mapping import MappedModel, map_checkpoint
+from dspark.converters.mapping import MappedModel, map_checkpoint, with_own_head
 from dspark.converters.packed import engine_names, engine_tensors, packed_config, refuse_packed
-from dspark.converters.quantize import CALIBRATED_METHODS, QuantPlan, QuantRequest, plan_quantization, quantized_tensors
+from dspark.converters.quantize import CALIBRATED_METHODS, HEAD_MODULE, QuantPlan, QuantRequest, plan_quantization, quantized_tensors
 from dspark.converters.threads import one_torch_thread
 from dspark.converters.writer import EngineWriter, check_target, hash_file
 from dspark.runtime.spec.errors import UsageError
@@ -84,15 +84,19 @@ def quantize(
     gate: Gate | None = None,
     kv_cache_dtype: str | None = None,
     target_bpw: float | None = None,
+    head_scheme: str | None = None,
 ) -> Result:
     """Quantize an engine, or any checkpoint that `convert` reads. dtype: of what stays dense.
 
+    head_scheme: of the output head, which stays dense without; one that is the embedding gets a copy of its own.
     calibrated: how the model is shown its samples, for the methods that look at them; gate: what the result is measured on and held to.
     Raises as `convert`, `plan_quantization`, `load_samples` and `Gate.check` do.
     """
     check_target(Path(engine_dir), force)
     model = map_checkpoint(open_checkpoint(source), dtype)
     refuse_packed(model)
+    if head_scheme is not None:
+        model, rules = with_own_head(model), (*rules, (HEAD_MODULE, head_scheme))
     plan = plan_quantization(model, QuantRequest(scheme, method, group_size, ignore, rules, solver, kv_cache_dtype, target_bpw))
     if plan.looks_at_text and calibrated is None:
         others = "--kv-cache-dtype" if kv_cache_dtype else "--target-bpw"

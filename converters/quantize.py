@@ -22,6 +22,7 @@ ALLOWED_GROUP_SIZES = (*GROUP_SIZES, -1)
 METHODS = {"wna16": ("rtn", "gptq", "awq"), "int8": ("rtn", "gptq", "smoothquant"), "fp8": ("rtn",)}
 """storage -> the methods that choose its codes"""
 CALIBRATED_METHODS = ("gptq", "awq", "smoothquant")
+HEAD_MODULE = "lm_head"
 DENSE = "dense"
 """What a rule says instead of a scheme for layers that stay as they are."""
 
@@ -126,8 +127,8 @@ def plan_quantization(model: MappedModel, request: QuantRequest) -> QuantPlan:
     for module in layers:
         scheme = chosen[module]
         assert scheme is not None
-        grouped = replace(scheme, group_size=size[scheme.name], method=method[scheme.storage]) if scheme.storage == "wna16" else scheme
-        schemes[module] = replace(grouped, method=method[scheme.storage])
+        grouped = replace(scheme, group_size=size[scheme.name]) if scheme.storage == "wna16" else scheme
+        schemes[module] = replace(grouped, method="rtn" if module == HEAD_MODULE else method[scheme.storage])
         if schemes[module].method == "gptq":
             schemes[module] = stored_scheme(schemes[module], solver)
     check_packing(schemes, layers)
@@ -243,18 +244,22 @@ def quantized_tensors(model: MappedModel, plan: QuantPlan) -> Iterator[tuple[str
 
     Raises InputError for a weight with values that are not finite.
     """
+    for name in model.shapes:
+        yield from stored_tensors(name, model, plan)
+
+
+def stored_tensors(name: str, model: MappedModel, plan: QuantPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the engine stores for one of the model's tensors; see `quantized_tensors`."""
     from dspark.converters.quantizers.base import DEFAULTS, quantizer
 
-    for name in model.shapes:
-        module = name.removesuffix(".weight")
-        if module == name or module not in plan.layers:
-            yield name, model.read_cast(name)
-            continue
-        scheme, weight = plan.scheme_for(module), finite_weight(module, model.read(name))
-        result = quantizer(scheme.method)(weight, scheme, None, plan.solver or DEFAULTS)
-        plan.report[module] = layer_entry(result, scheme)
-        del weight
-        yield from result.tensors(module).items()
+    module = name.removesuffix(".weight")
+    if module == name or module not in plan.layers:
+        yield name, model.read_cast(name)
+        return
+    scheme, weight = plan.scheme_for(module), finite_weight(module, model.read(name))
+    result = quantizer(scheme.method)(weight, scheme, None, plan.solver or DEFAULTS)
+    plan.report[module] = layer_entry(result, scheme)
+    yield from result.tensors(module).items()
 
 
 def finite_weight(module: str, weight: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,9 @@ class QuantizeOptions:
     )
     ignore: tuple[str, ...] = flag((), "glob of module names that stay as they are; repeatable", metavar="PATTERN")
     rule: tuple[str, ...] = flag((), "another scheme, or dense, for the modules that a glob names; repeatable", metavar="PATTERN=SCHEME")
+    head_scheme: str | None = flag(
+        None, "store the output head so too; one that is the embedding gets a copy of its own (default: as it is)", choices=tuple(PRESETS)
+    )
     target_bpw: float | None = flag(None, "spend X bits per weight (steps included) on the layers by what each loses", low=2, high=8.5)
     calibration: Path | None = flag(None, "text to calibrate on: .jsonl lines in the batch format, or .txt", metavar="FILE")
     samples: int = flag(128, "most samples to take from the calibration file", low=1, high=65536)
@@ -103,6 +106,7 @@ def quantize(console: Console, options: QuantizeOptions) -> int:
             gate,
             options.kv_cache_dtype,
             options.target_bpw,
+            options.head_scheme,
         )
     finally:
         if progress is not None:

@@ -13,7 +13,7 @@ from dspark.converters.calibration.samples import CalibrationSet
 from dspark.converters.calibration.work import WorkDirectory
 from dspark.converters.mapped_weights import MappedWeights
 from dspark.converters.mapping import EMBEDDING, MappedModel
-from dspark.converters.quantize import QuantPlan
+from dspark.converters.quantize import QuantPlan, stored_tensors
 from dspark.converters.quantizers.kv_cache import KVObserver
 from dspark.kernels.ops import Kernels
 from dspark.runtime.execution.layer_walk import LayerWalk, WalkLayer, build_walk_layer
@@ -115,10 +115,10 @@ class CalibratedQuantization:
         return build_walk_layer(self._model.config, index, None, DictWeights(state, self._kernels), self._kernels)
 
     def _rest(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The final norm and the head."""
+        """The final norm and the head, which is quantized without looking at its inputs."""
         for name in self._model.shapes:
             if name != EMBEDDING and not name.startswith("model.layers."):
-                yield name, self._model.read_cast(name)
+                yield from stored_tensors(name, self._model, self._plan)
 
     def _allocate(self, rows: int, columns: int) -> torch.Tensor:
         if self._on_disk:
