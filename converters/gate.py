@@ -22,13 +22,18 @@ EVAL_TOKENS = 16384
 
 @dataclass
 class Gate:
-    """file: a text or JSONL file to measure on. limits: beyond them nothing is published. evaluation: the last check's."""
+    """file: a text or JSONL file to measure on. limits: beyond them nothing is published. evaluation: the last check's.
+
+    rules (PATTERN=SCHEME), calibration (a file): what the user typed, which a remedy types again.
+    """
 
     file: Path
     limits: QualityLimits
     context_length: int | None = None
     max_tokens: int = EVAL_TOKENS
     device: str = "cpu"
+    rules: tuple[str, ...] = ()
+    calibration: str = "FILE"
     evaluation: Evaluation | None = field(default=None, init=False)
 
     def check(self, directory: Path, source: MappedModel, plan: QuantPlan) -> dict[str, Any]:
@@ -44,7 +49,7 @@ class Gate:
         comparison = compare(states[0], states[1], tokens.samples)
         self.evaluation = Evaluation(tokens, comparison, dtypes, Path(source.reader.path).resolve().name, self.limits)
         size = default_group_size({inputs for _, inputs in plan.layers.values()})
-        check(comparison, self.limits, plan.config, plan.report, size)
+        check(comparison, self.limits, plan.config, plan.report, size, rules=self.rules, calibration=self.calibration)
         return self.evaluation.record()
 
     def _tokens(self, directory: Path, source: MappedModel) -> TokenSet:

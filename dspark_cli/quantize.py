@@ -149,7 +149,8 @@ def gate_of(options: QuantizeOptions) -> Gate | None:
         if limits:
             raise UsageError("--max-kl and --max-ppl-increase need a text to measure on", "type --eval FILE with a .txt or .jsonl")
         return None
-    return Gate(file, limits)
+    rules, calibration = tuple(map(str, options.rule)), str(options.calibration or file)
+    return Gate(file, limits, rules=rules, calibration=calibration)
 
 
 class LayerBar:

@@ -24,7 +24,7 @@ class Acceptance:
         counts = self._counts.get(source)
         if counts is None:
             return [PRIOR_ACCEPTED / PRIOR_TRIED] * length
-        rates = []
+        rates: list[float] = []
         for depth in range(length):
             accepted, tried = counts[min(depth, MAX_DEPTH - 1)]
             before = rates[-1] if rates else PRIOR_ACCEPTED / PRIOR_TRIED

@@ -48,7 +48,8 @@ class Speculator:
     def __init__(self, proposers: Rows[Proposer], fixed: int | None = None, body_share: float = 1.0, cost: StepCost | None = None) -> None:
         self.proposers = list(proposers)
         self.fixed = fixed
-        self.max_tokens = min(max(proposer.max_tokens for proposer in self.proposers), fixed or math.inf)  # type: ignore[assignment]
+        longest = max(proposer.max_tokens for proposer in self.proposers)
+        self.max_tokens = longest if fixed is None else min(longest, fixed)
         self.cost = cost if cost is not None else StepCost()
         self.acceptance = Acceptance()
         self._body_share = body_share
