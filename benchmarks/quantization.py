@@ -49,7 +49,8 @@ PEERS: dict[str, tuple[str, str, list[str]]] = {
 OWN: dict[str, list[str]] = {
     "dspark-rtn": ["--scheme", "w4a16", "--method", "rtn"],
     "dspark-gptq": ["--scheme", "w4a16", "--method", "gptq", "--no-act-order", "--calibration", "{samples}"],
-    "dspark-gptq-act-order": ["--scheme", "w4a16", "--method", "gptq", "--act-order", "--calibration", "{samples}"],
+    "dspark-gptq-act-order": ["--scheme", "w4a16", "--method", "gptq", "--calibration", "{samples}"],
+    "dspark-gptaq": ["--scheme", "w4a16", "--method", "gptq", "--gptaq", "0.25", "--calibration", "{samples}"],
     "dspark-awq": ["--scheme", "w4a16", "--method", "awq", "--calibration", "{samples}"],
     "dspark-awq-asym": ["--scheme", "w4a16-asym", "--method", "awq", "--calibration", "{samples}"],
     "dspark-rtn-asym": ["--scheme", "w4a16-asym", "--method", "rtn"],
@@ -206,10 +207,8 @@ def scores_of(work: Work, engines: dict[str, Path], lines: list[dict]) -> dict[s
     new = {name: path for name, path in engines.items() if name not in found}
     if new or "baseline" not in found:
         print(f"scoring {', '.join(new) or 'the baseline'} on {len(lines)} rows", file=sys.stderr)
-        progress = lambda done: print(f"{done}/{len(lines)} rows", file=sys.stderr) if done % 8 == 0 else None  # noqa: E731
-        for name, made in scores.score(new, work.baseline, [line["prompt"] for line in lines], progress).items():
-            scores.store(kept / f"{name}.json", keys[name], made)
-            found[name] = made
+        keep = lambda name, made: scores.store(kept / f"{name}.json", keys[name], made)  # noqa: E731
+        found |= scores.score(new, work.baseline, [line["prompt"] for line in lines], keep)
     return found
 
 

@@ -1,7 +1,7 @@
 """How far an engine is from its baseline on given token rows: cross-entropy, KL divergence and top-1 agreement, in float32.
 
-The baseline's logits are computed once per row for all engines that are scored together, and never stored: a row of 512 tokens of
-SmolLM2 is 100 MB.
+The figures are those of `dspark eval`, by its own code, but kept for each row: two quantizers are compared row by row, in which the rows'
+own difficulty has no part.
 """
 
 from __future__ import annotations
@@ -10,47 +10,47 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
-import torch
-
-from dspark.runtime.execution.loader import load_model
-from dspark.runtime.execution.logits import logits_for
+from dspark.converters.quality.measure import FinalStates, compare
+from dspark.converters.quality.subject import open_subject
 
 FIGURES = ("nll", "kl", "agreement")
 Scores = dict[str, list[float]]
-"""Figure -> a number per row, in the rows' order."""
+"""Figure -> a number per row, in the rows' order. nll and kl are means over the row's scored tokens, in nats; agreement is 0 to 1."""
 
 
-def row_scores(logits: torch.Tensor, log_base: torch.Tensor, tokens: list[int]) -> dict[str, float]:
-    """Means over the T - 1 positions that have a next token; nll and kl in nats. logits: float32 [T, V]; log_base: log-probabilities of the
-    baseline, [T, V]; kl is KL(baseline || engine)."""
-    log_probs = torch.log_softmax(logits[:-1], -1)
-    base = log_base[:-1]
-    targets = torch.tensor(tokens[1:])[:, None]
-    return {
-        "nll": -float(log_probs.gather(1, targets).mean()),
-        "kl": float((base.exp() * (base - log_probs)).sum(-1).mean()),
-        "agreement": float((log_probs.argmax(-1) == base.argmax(-1)).float().mean()),
-    }
+def states_of(engine: Path, rows: list[list[int]]) -> FinalStates:
+    """The engine's residual stream of all rows, in float32."""
+    subject = open_subject(engine, engine_only=True)
+    return subject.states(subject.kernels("float32", "cpu", "auto"), rows)
 
 
-@torch.inference_mode()
+def row_scores(baseline: FinalStates, candidate: FinalStates, rows: list[list[int]]) -> Scores:
+    """The candidate against the baseline, each row by itself."""
+    found: Scores = {figure: [] for figure in FIGURES}
+    for row, end in zip(rows, accumulate(map(len, rows)), strict=True):
+        part = slice(end - len(row), end)
+        base, ours = (replace(model, states=model.states[part]) for model in (baseline, candidate))
+        comparison = compare(base, ours, [row])
+        found["nll"].append(comparison.candidate.mean_nll)
+        found["kl"].append(comparison.mean_kl)
+        found["agreement"].append(comparison.top1_agreement)
+    return found
+
+
 def score(
-    engines: dict[str, Path], baseline: Path, rows: list[list[int]], progress: Callable[[int], None] = lambda done: None
+    engines: dict[str, Path], baseline: Path, rows: list[list[int]], finished: Callable[[str, Scores], None] = lambda name, found: None
 ) -> dict[str, Scores]:
-    """Scores of every engine and, under "baseline", of the baseline itself. progress is called with the number of rows done."""
-    reference = load_model(baseline, dtype="float32")
-    models = {name: load_model(path, dtype="float32") for name, path in engines.items()}
-    found: dict[str, Scores] = {name: {figure: [] for figure in FIGURES} for name in ("baseline", *engines)}
-    for done, tokens in enumerate(rows, 1):
-        base_logits = logits_for(reference, tokens)
-        log_base = torch.log_softmax(base_logits, -1)
-        for name in found:
-            logits = base_logits if name == "baseline" else logits_for(models[name], tokens)
-            for figure, value in row_scores(logits, log_base, tokens).items():
-                found[name][figure].append(value)
-        progress(done)
+    """Scores of every engine and, under "baseline", of the baseline itself. finished is called as each is there."""
+    reference = states_of(baseline, rows)
+    found: dict[str, Scores] = {}
+    for name, path in {"baseline": baseline, **engines}.items():
+        model = reference if name == "baseline" else states_of(path, rows)
+        found[name] = row_scores(reference, model, rows)
+        finished(name, found[name])
     return found
 
 
