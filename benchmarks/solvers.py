@@ -11,13 +11,14 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from dspark.converters.quantizers.base import DEFAULTS, quantizer
 from dspark.converters.quantizers.statistics import CHUNK_TOKENS, LayerStatistics, StatisticsAccumulator
 from dspark.converters.threads import one_torch_thread
-from dspark.runtime.spec.quant import PRESETS
+from dspark.runtime.spec.quant import PRESETS, QuantScheme
 
 NUM_LAYERS = 30
 LINEARS = ((576, (576, 192, 192)), (576, (576,)), (576, (1536, 1536)), (1536, (576,)))
@@ -59,8 +60,8 @@ def print_statistics(tokens: int) -> None:
     print(f"statistics of {tokens} tokens, CPU seconds")
     for width in (576, 1536):
         x = inputs_of(tokens, width, torch.bfloat16)
-        ours, full = cpu_seconds(lambda x=x: accumulate(x)), cpu_seconds(lambda x=x.float(): accumulate(x))
-        plain = cpu_seconds(lambda x=x: plain_product(x))
+        wide = x.float()
+        ours, full, plain = (cpu_seconds(partial(work, data)) for work, data in ((accumulate, x), (accumulate, wide), (plain_product, x)))
         print(f"  {width:5d} inputs: bfloat16 {ours:.2f}, float32 {full:.2f}; the Hessian alone by float32 products {plain:.2f}")
 
 
@@ -69,18 +70,20 @@ def print_solvers(group_size: int) -> None:
     statistics = [accumulate(inputs_of(4096, width, torch.bfloat16)) for width, _ in LINEARS]
     weights = {(rows, width): torch.randn(rows, width) * 0.05 for width, outputs in LINEARS for rows in outputs}
     for method in ("rtn", "gptq"):
-        for name, scheme in PRESETS.items():
+        for scheme in PRESETS.values():
             if method == "gptq" and scheme.storage == "fp8":
                 continue
             grouped = replace(scheme, group_size=group_size) if scheme.storage == "wna16" else scheme
+            seconds = cpu_seconds(partial(solve_layer, method, grouped, weights, statistics))
+            print(f"  {method:4s} {grouped.describe():34s} {seconds * NUM_LAYERS:6.1f}")
 
-            def layer(method: str = method, grouped=grouped) -> None:
-                for (width, outputs), observed in zip(LINEARS, statistics, strict=True):
-                    observed.factors.clear()
-                    for rows in outputs:
-                        quantizer(method)(weights[rows, width], grouped, observed if method == "gptq" else None, DEFAULTS)
 
-            print(f"  {method:4s} {grouped.describe():34s} {cpu_seconds(layer) * NUM_LAYERS:6.1f}")
+def solve_layer(method: str, scheme: QuantScheme, weights: dict[tuple[int, int], torch.Tensor], statistics: list[LayerStatistics]) -> None:
+    """All linears of one layer, with nothing left over from the one before."""
+    for (width, outputs), observed in zip(LINEARS, statistics, strict=True):
+        observed.factors.clear()
+        for rows in outputs:
+            quantizer(method)(weights[rows, width], scheme, observed if method == "gptq" else None, DEFAULTS)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dspark.converters.quantizers.base import SolverOptions
+from dspark.converters.quantizers.measure import all_finite
 from dspark.converters.quantizers.statistics import LayerStatistics
 
 DAMP_STEP = 0.01
@@ -64,7 +65,7 @@ def hessian_factor(statistics: LayerStatistics, options: SolverOptions, dtype: t
 
 def _factorize(hessian: torch.Tensor, options: SolverOptions, dtype: torch.dtype) -> HessianFactor | None:
     diagonal = hessian.diagonal().double()
-    if not bool(hessian.isfinite().all()):
+    if not all_finite(hessian):
         return None
     dead = diagonal == 0
     # An input without signal is coupled to nothing. AutoGPTQ gives it the second moment 1, which damps a layer of small inputs by far more.

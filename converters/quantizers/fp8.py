@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, SolverOptions
-from dspark.converters.quantizers.measure import decibels, energy, output_energy
+from dspark.converters.quantizers.measure import all_finite, decibels, energy, output_energy
 from dspark.converters.quantizers.statistics import LayerStatistics
 from dspark.kernels.ops import Fp8Weight
 from dspark.runtime.spec.errors import InputError
@@ -26,7 +26,7 @@ def quantize_fp8(
     weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics | None = None, options: SolverOptions = DEFAULTS
 ) -> QuantizedWeight:
     """Fp8Weight of a weight float32 [N, K]; blocks at the edges may be smaller. Raises InputError for values that are not finite."""
-    if not bool(weight.isfinite().all()):
+    if not all_finite(weight):
         raise InputError("the weight has values that are not finite", "the checkpoint is damaged: use another copy")
     weight = weight.float()
     known = statistics if statistics is not None and statistics.num_tokens > 0 else None

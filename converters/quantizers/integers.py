@@ -12,6 +12,7 @@ import torch
 
 from dspark.converters.quantizers.base import AnyWeight, SolverOptions
 from dspark.converters.quantizers.grid import Grid, choose_grid
+from dspark.converters.quantizers.measure import all_finite
 from dspark.converters.threads import usable_cores
 from dspark.kernels.ops import Int8Weight, Wna16Weight
 from dspark.kernels.packing import pack_codes
@@ -60,7 +61,7 @@ def integer_problem(weight: torch.Tensor, scheme: QuantScheme, options: SolverOp
     """The problem of a weight [N, K]. Raises InputError for values that are not finite, ValueError for groups that do not fit."""
     if scheme.storage not in ("wna16", "int8"):
         raise ValueError(f"storage {scheme.storage} has no integer codes")
-    if not bool(weight.isfinite().all()):
+    if not all_finite(weight):
         raise InputError("the weight has values that are not finite", "the checkpoint is damaged: use another copy")
     inputs = weight.shape[1]
     group_size = inputs if scheme.storage == "int8" else scheme.resolved_group_size(inputs)

@@ -131,3 +131,15 @@ def fp8_errors(weight, importance, scales, rows, columns, errors):
                         off = scale * (normal if abs(number) >= smallest else small) - row[k]
                         sums[k] += share[k] * off * off
                 errors[p, n // rows, block] += sums.sum()
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def add_magnitudes(x, sums, largest):
+    """sums [K] += |x| summed over the tokens, largest [K] = its maximum with |x|; x [T, K]. A NaN shows in the sums."""
+    num_tokens, num_inputs = x.shape
+    for t in range(num_tokens):
+        row = x[t]
+        for k in range(num_inputs):
+            magnitude = abs(row[k])
+            sums[k] += magnitude
+            largest[k] = magnitude if magnitude > largest[k] else largest[k]

@@ -15,8 +15,14 @@ def decibels(signal: float, noise: float) -> float | None:
 
 
 def energy(values: torch.Tensor) -> float:
-    """Sum of squares."""
-    return float(values.double().square().sum())
+    """Sum of squares, in the values' own type."""
+    flat = values.reshape(-1)
+    return float(torch.dot(flat, flat))
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite, in one pass that allocates nothing."""
+    return values.numel() == 0 or all(bool(end.isfinite()) for end in torch.aminmax(values))
 
 
 def output_energy(weight: torch.Tensor, hessian: torch.Tensor) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dspark.converters.quantizers.loops import add_magnitudes
 from dspark.runtime.spec.errors import InputError
 
 CHUNK_TOKENS = 2048
@@ -84,6 +85,7 @@ class StatisticsAccumulator:
         self._cross = torch.zeros(num_inputs, num_inputs) if cross else None
         self._sum_abs = torch.zeros(num_inputs, dtype=torch.float64)
         self._max_abs = torch.zeros(num_inputs)
+        self._wide = torch.empty(CHUNK_TOKENS, num_inputs)
 
     def add(self, x: torch.Tensor, full: torch.Tensor | None = None) -> None:
         """Add inputs [T, K] of any float dtype; padding must be left out. full [T, K]: the same tokens in the full-precision model.
@@ -98,20 +100,20 @@ class StatisticsAccumulator:
         exact = x.dtype == torch.bfloat16 and (full is None or full.dtype == torch.bfloat16)
         with _bfloat16_products() if exact else nullcontext():
             for chunk, full_chunk in zip(x.split(CHUNK_TOKENS), pieces, strict=False):
-                self._add_chunk(chunk.float(), full_chunk)
+                wide = self._wide[: len(chunk)].copy_(chunk)
+                self._add_chunk(wide, None if full_chunk is None else full_chunk.float())
         self.num_tokens += len(x)
 
     def _add_chunk(self, chunk: torch.Tensor, full: torch.Tensor | None) -> None:
-        magnitudes = chunk.abs()
-        largest = magnitudes.amax(0)
-        if not bool(largest.isfinite().all()) or (full is not None and not bool(full.isfinite().all())):
+        sums = torch.zeros(self.num_inputs)
+        add_magnitudes(chunk.numpy(), sums.numpy(), self._max_abs.numpy())
+        if not bool(sums.isfinite().all()) or (full is not None and not bool(full.isfinite().all())):
             raise InputError("activations have values that are not finite", "calibrate in bfloat16 or float32: type --dtype bfloat16")
-        torch.maximum(self._max_abs, largest, out=self._max_abs)
-        self._sum_abs += magnitudes.sum(0)
+        self._sum_abs += sums
         for start, strip in self._strips:
             strip.addmm_(chunk[:, start : start + len(strip)].t(), chunk[:, start:])
         if self._cross is not None and full is not None:
-            self._cross.addmm_(full.float().t(), chunk)
+            self._cross.addmm_(full.t(), chunk)
 
     def finish(self) -> LayerStatistics:
         """The statistics of everything added. Raises InputError when a sum has left float32's range."""
