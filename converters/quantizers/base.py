@@ -54,9 +54,9 @@ class QuantizedWeight:
     """One quantized linear.
 
     sqnr_db: signal to quantization noise of the weight in decibels, None for a weight without noise. output_sqnr_db: the same of the
-    layer's outputs over the calibration tokens, tr(W H W^T) / tr((W - Q) H (W - Q)^T); None without statistics. loss: GPTQ's own sum of
-    squared errors, halved, for each row; None for other methods. damp_used: damping that the factorization needed; None where there was
-    none. notes: what the user should know, such as "fell back to rounding: no tokens reached this layer".
+    layer's outputs over the calibration tokens, tr(W H W^T) / tr((W - Q) H (W - Q)^T); None without statistics. loss: GPTQ's own account of
+    a token's squared error, summed over the outputs, damping included; None for other methods. damp_used: damping that the factorization
+    needed; None where there was none. notes: what the user should know, such as "rounded to nearest: no tokens reached this layer".
     """
 
     weight: AnyWeight
@@ -69,11 +69,6 @@ class QuantizedWeight:
     def tensors(self, module: str) -> dict[str, torch.Tensor]:
         """The tensors that an engine stores for this linear, by name."""
         return {f"{module}.{leaf}": tensor for leaf, tensor in self.weight.parts().items()}
-
-    def entry(self) -> dict[str, Any]:
-        """The layer's entry in a manifest's record: what was measured, without what was not."""
-        optional = {"output_sqnr_db": self.output_sqnr_db, "loss": self.loss, "damp": self.damp_used, "notes": list(self.notes) or None}
-        return {"sqnr_db": self.sqnr_db, "bytes": self.num_bytes()} | {key: value for key, value in optional.items() if value is not None}
 
     def num_bytes(self) -> int:
         """Bytes of all its tensors."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, SolverOptions
+from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, SolverOptions, stored_scheme
 from dspark.converters.quantizers.factor import HessianFactor, hessian_factor
 from dspark.converters.quantizers.integers import Codes, Problem, integer_problem, stored
 from dspark.converters.quantizers.loops import magic, solve_block
@@ -22,6 +22,7 @@ from dspark.converters.quantizers.measure import decibels, energy, output_energy
 from dspark.converters.quantizers.rtn import quantize_rtn
 from dspark.converters.quantizers.statistics import LayerStatistics
 from dspark.converters.threads import map_slices
+from dspark.kernels.ops import Wna16Weight
 from dspark.runtime.spec.errors import UsageError
 from dspark.runtime.spec.quant import QuantScheme
 
@@ -66,6 +67,8 @@ def _fall_back(
     weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics | None, options: SolverOptions, why: str
 ) -> QuantizedWeight:
     result = quantize_rtn(weight, scheme, statistics, options)
+    if stored_scheme(scheme, options).act_order and isinstance(result.weight, Wna16Weight):  # layers of one scheme are stored alike
+        result = replace(result, weight=replace(result.weight, perm=torch.arange(weight.shape[1], dtype=torch.int32)))
     return replace(result, notes=(*result.notes, f"rounded to nearest: {why}"))
 
 

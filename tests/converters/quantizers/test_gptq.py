@@ -266,6 +266,14 @@ def test_an_expert_without_tokens_is_rounded_and_said(tokens: int, words: str) -
     assert quantize_gptq(weight, scheme).notes == ("rounded to nearest: no tokens reached this layer",)
 
 
+def test_what_is_rounded_is_stored_like_its_neighbours() -> None:
+    """An engine is written by the names of its scheme: an expert without tokens would have no permutation among those that have one."""
+    weight, scheme, options = random_weight(8, 64), QuantScheme("w4a16", 4, True, 32), SolverOptions(static_groups=False)
+    result = quantize_gptq(weight, scheme, None, options)
+    assert set(result.weight.parts()) == set(stored_scheme(scheme, options).leaves())
+    assert torch.equal(result.weight.dense(torch.float32), quantize_rtn(weight, scheme).weight.dense(torch.float32))
+
+
 def test_dead_inputs_keep_their_weights() -> None:
     """AutoGPTQ sets them to zero; calibration may simply not have met what they are for."""
     x = correlated_inputs(300, 64)
