@@ -23,7 +23,7 @@ import torch
 from dspark.converters.audit.memory import HEAD_ROWS
 from dspark.converters.audit.reference import DenseWeights, empty_model, place
 from dspark.converters.audit.verdict import LogitDifference, judge
-from dspark.converters.mapping import EMBEDDING, HEAD, fuse_state
+from dspark.converters.mapping import fuse_state
 from dspark.runtime.execution.layer_walk import LayerWalk, build_walk_layer
 from dspark.runtime.execution.loader import EngineWeights, choose_kernels
 from dspark.runtime.models.decoder import Head, build_head, load_embedding
@@ -130,8 +130,8 @@ class ReferenceLayers:
     def start(self) -> None:
         """Note how the forward calls its layers, and what it gives the first one."""
         decoder = self._model.model
-        self._place(decoder.norm, "model.norm.weight")
-        self._place(decoder.embed_tokens, EMBEDDING)
+        self._place(decoder.norm, "model.norm")
+        self._place(decoder.embed_tokens, "model.embed_tokens")
         for tokens, calls in zip(self._prompts, self._calls, strict=True):
             with _in_place_of_layers(decoder, partial(_note, calls)):
                 decoder(input_ids=torch.tensor([list(tokens)]), use_cache=False)
@@ -139,11 +139,8 @@ class ReferenceLayers:
         decoder.embed_tokens.to("meta")
 
     def advance(self, index: int) -> None:
-        prefix = f"model.layers.{index}."
         layer = self._model.model.layers[index]
-        state = fuse_state(self._config, self._weights.state(prefix), index)
-        place(layer, {name.removeprefix(prefix): tensor for name, tensor in state.items()})
-        state.clear()
+        self._place(layer, f"model.layers.{index}", index)
         for number, calls in enumerate(self._calls):
             arguments, named = calls[index]
             self.streams[number] = layer(self.streams[number], *arguments[1:], **named)
@@ -152,7 +149,7 @@ class ReferenceLayers:
     def logits(self) -> list[torch.Tensor]:
         """Of each prompt, float32 [T, V]."""
         model = self._model
-        self._place(model.lm_head, EMBEDDING if self._config.tie_word_embeddings else HEAD)
+        self._place(model.lm_head, "model.embed_tokens" if self._config.tie_word_embeddings else "lm_head")
         found = []
         for stream in self.streams:
             rows = torch.arange(stream.shape[1]).split(HEAD_ROWS)
@@ -162,8 +159,12 @@ class ReferenceLayers:
         model.lm_head.to("meta")
         return found
 
-    def _place(self, module: Any, name: str) -> None:
-        place(module, {"weight": self._weights.state(name)[name]})
+    def _place(self, module: Any, name: str, layer: int | None = None) -> None:
+        """Give a module the weights that the engine has for the module `name`, which is that layer or no layer's."""
+        state = self._weights.state(f"{name}.")
+        if layer is not None:
+            state = fuse_state(self._config, state, layer)
+        place(module, {tensor_name.removeprefix(f"{name}."): tensor for tensor_name, tensor in state.items()})
 
 
 def _note(calls: list[tuple[tuple[Any, ...], dict[str, Any]]], index: int, *arguments: Any, **named: Any) -> torch.Tensor:

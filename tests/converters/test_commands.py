@@ -33,7 +33,7 @@ def test_convert_quantize_inspect(source: Path, tmp_path: Path, capsys: pytest.C
     document = json.loads(out)
     assert code == 0 and err == "" and document["scheme"] == "w4a16 group 128" and document["quality"]["method"] == "rtn"
     code, out, _ = typed(capsys, "inspect", tmp_path / "q")
-    assert code == 0 and "w4a16 group 128" in out and "audit passed" in out
+    assert code == 0 and "w4a16 group 128" in out and "passed (logits within" in out
     for path, kind in ((tmp_path / "q", "engine"), (source, "safetensors")):
         code, out, _ = typed(capsys, "inspect", path, "--json")
         facts = json.loads(out)

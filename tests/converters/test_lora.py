@@ -330,7 +330,10 @@ def test_convert_takes_several_adapters(
     want = peft_logits(base, [(first, 0.5)], TOKENS)
     assert relative_error(by_transformers(tmp_path / "engine", TOKENS), want) < CLOSE
     code, out, _ = typed(capsys, "inspect", tmp_path / "engine")
-    assert code == 0 and "adapter x1; adapter x-0.5" in out
+    assert code == 0 and [line.split(",")[0].split() for line in out.splitlines() if line.startswith("adapter")] == [
+        ["adapter", "adapter", "x1"],
+        ["adapter", "adapter", "x-0.5"],
+    ]
 
 
 def test_inspect_describes_an_adapter(plain: tuple[Path, Path], adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

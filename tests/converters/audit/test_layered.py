@@ -44,10 +44,10 @@ def test_both_sides_compute_what_they_compute_whole(tmp_path: Path, family: str)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a16", "w4a16-asym"])
-def test_what_does_not_fit_whole_is_compared_layer_by_layer(tmp_path: Path, scheme: str | None) -> None:
+@pytest.mark.parametrize(("scheme", "head_scheme"), [(None, None), ("w8a16", None), ("w4a16-asym", "w8a16")])
+def test_what_does_not_fit_whole_is_compared_layer_by_layer(tmp_path: Path, scheme: str | None, head_scheme: str | None) -> None:
     """free_bytes decides: the same numbers, from the same prompts; a byte less than a layer's need and there is no comparison."""
-    engine, manifest, prompts = engine_of(deep_llama(tmp_path), tmp_path, scheme)
+    engine, manifest, prompts = engine_of(deep_llama(tmp_path), tmp_path, scheme, head_scheme)
     enough = layered_bytes(manifest.model, prompts)
     assert enough < whole_bytes(manifest.model, prompts)
     whole, by_layer = audit_logits(engine, manifest), audit_logits(engine, manifest, enough)
@@ -117,13 +117,15 @@ def test_where_a_difference_begins() -> None:
     assert layered.where_it_begins([("a", nan), ("b", 0.1)]).startswith("a (")
 
 
-def engine_of(source: Path, tmp_path: Path, scheme: str | None = None) -> tuple[Path, EngineManifest, list[list[int]]]:
+def engine_of(
+    source: Path, tmp_path: Path, scheme: str | None = None, head_scheme: str | None = None
+) -> tuple[Path, EngineManifest, list[list[int]]]:
     """An engine that was not audited, and the audit's prompts."""
     engine = tmp_path / "engine"
     if scheme is None:
         manifest = convert(source, engine, audit=False).manifest
     else:
-        manifest = quantize(source, engine, scheme, audit=False).manifest
+        manifest = quantize(source, engine, scheme, audit=False, head_scheme=head_scheme).manifest
     return engine, manifest, probe_prompts(engine, manifest.model)
 
 
