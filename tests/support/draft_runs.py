@@ -8,13 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from draft_reference import Reference
+
 from dspark.runtime.engine import Engine
+from dspark.runtime.execution.loader import load_model
 from dspark.runtime.execution.single import SingleExecutor
 from dspark.runtime.jobs.tokenizer import load_codec
+from dspark.runtime.kv.pool import bytes_per_block
+from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.manifest import load_manifest
 from dspark.runtime.spec.request import Request, RequestOutput
+from dspark.runtime.spec.sampling_params import SamplingParams
 from dspark.runtime.speculation.draft import Draft, Verified
 
 
@@ -101,12 +108,37 @@ def run(
 
 def block_bytes(engine_dir: Path, draft: Any) -> int:
     """Bytes of a block of a target and of a stored draft together."""
-    import torch
-
-    from dspark.runtime.execution.loader import load_model
-    from dspark.runtime.kv.pool import bytes_per_block
-    from dspark.runtime.sampling.sampler import Sampler
-
     model = load_model(engine_dir)
     drafter = draft.build()(model, Sampler(frozenset()), 256)
     return bytes_per_block(model.config, 16, torch.float32) + int(drafter.bytes_per_block)
+
+
+def requests(max_tokens: int = 24, **options: Any) -> list[Request]:
+    """Prompts of several lengths; the second one begins like the first, the last one is a single token."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in (21, 9, 35, 1)]
+    prompts[1] = prompts[0][:17] + prompts[1]
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
+    return [Request(i, prompt, params, draw_key=7000 + i) for i, prompt in enumerate(prompts)]
+
+
+def most_tokens(reference: Reference) -> int:
+    truth = reference.truth
+    if truth.method == "eagle3":
+        return 7 if len(truth.states) == 5 else 5  # DeepSpec's config says how far it was trained
+    return truth.block - (0 if truth.anchor_first else 1)
+
+
+def compare(proposals: list[Proposal], reference: Reference) -> None:
+    """Hold every draft against the reference: its tokens, what each was drawn from, and the estimates."""
+    assert len(proposals) >= 10
+    for proposal in sorted(proposals, key=lambda proposal: -len(proposal.tokens)):  # the target runs once over each answer
+        draft, limit = proposal.draft, min(proposal.room, most_tokens(reference))
+        assert draft is not None and len(draft) == limit
+        forced = None if draft.distributions is None else draft.token_ids
+        wanted = reference.draft(proposal.tokens, limit, proposal.request, proposal.index, forced)
+        assert list(draft.token_ids) == wanted.tokens
+        if draft.distributions is not None:
+            torch.testing.assert_close(draft.distributions, torch.stack(wanted.distributions), rtol=1e-4, atol=1e-5)
+        if wanted.survival:
+            torch.testing.assert_close(torch.tensor(draft.survival), torch.tensor(wanted.survival), rtol=0, atol=1e-5)
