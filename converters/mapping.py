@@ -217,6 +217,7 @@ def _settle_head(config: ModelConfig, found: dict[str, TensorInfo], reader: Chec
         return config
     if found[HEAD].shape == found[EMBEDDING].shape and _same_values(reader):
         del found[HEAD]
+        notes.append("the head is the embedding (tie_word_embeddings): the copy in lm_head.weight is not stored again")
         return config
     notes.append("config.json says tie_word_embeddings, but the saved lm_head.weight differs from the embedding: the saved head is used")
     return replace(config, tie_word_embeddings=False)

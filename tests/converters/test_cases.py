@@ -64,6 +64,7 @@ def test_tied_model_with_or_without_a_copy_of_the_head(tmp_path: Path, with_copy
     saved = {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()} if with_copy else state
     result = run(save_checkpoint(tmp_path / "ckpt", config, saved), tmp_path / "engine")
     assert "lm_head.weight" not in result.manifest.tensors and result.manifest.model.tie_word_embeddings
+    assert any("the copy in lm_head.weight is not stored again" in note for note in result.manifest.notes) is with_copy
     assert relative_error(by_transformers(tmp_path / "engine", PROMPT), reference_logits(config, state, PROMPT)) < CLOSE
 
 
