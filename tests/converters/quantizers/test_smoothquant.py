@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspark.converters.quantizers.smoothquant import ALPHAS, scales_for, smooth_scales
+from dspark.converters.quantizers.smoothquant import ALPHAS, largest_of_a_token, scales_for, smooth_scales
 from dspark.converters.quantizers.statistics import LayerStatistics, StatisticsAccumulator
 
 
@@ -47,7 +47,7 @@ def slow_error(x: torch.Tensor, ws: list[torch.Tensor], scales: torch.Tensor) ->
 def test_formula_by_hand() -> None:
     """Largest |x| 16 and 1, largest |w| 1 and 1: at 0.5 the scales are 4 and 1, which makes 4 and 1 of both sides."""
     observed = statistics_of(torch.tensor([[16.0, 1.0], [-3.0, 0.5]]))
-    scales, alpha = smooth_scales(observed, [torch.tensor([[1.0, -1.0], [0.5, 0.25]])])
+    scales, alpha = smooth_scales(observed, [torch.tensor([[1.0, -1.0], [0.5, 0.25]])], 0.5)
     assert scales.tolist() == [4, 1] and alpha == 0.5
     assert (observed.max_abs / scales).tolist() == [4, 1]
 
@@ -59,24 +59,31 @@ def test_scales_equal_the_plain_loops(alpha: float) -> None:
     assert used == alpha and scales.tolist() == pytest.approx(slow_scales(x, ws, alpha), rel=1e-5)
 
 
-def test_without_samples_alpha_is_the_papers() -> None:
-    assert smooth_scales(statistics_of(inputs(30)), weights())[1] == 0.5
-
-
 @pytest.mark.parametrize("outliers", [1.0, 10.0, 100.0])
-def test_alpha_is_the_one_that_loses_least(outliers: float) -> None:
+@pytest.mark.parametrize("tails", [1, 2])
+def test_the_alpha_that_is_chosen_loses_little_more_than_the_best(outliers: float, tails: int) -> None:
+    """By the error over tokens, which the choice does not see: from even channels of few values to heavy tails with outliers."""
     x, ws = inputs(outliers), weights()
+    x = x.sign() * x.abs() ** tails
     observed = statistics_of(x)
-    scales, alpha = smooth_scales(observed, ws, samples=x)
+    scales, alpha = smooth_scales(observed, ws)
     errors = {tried: slow_error(x, ws, smooth_scales(observed, ws, tried)[0]) for tried in ALPHAS}
-    assert errors[alpha] <= min(errors.values()) * (1 + 1e-4)
-    assert slow_error(x, ws, scales) == pytest.approx(errors[alpha], rel=1e-4)
+    assert errors[alpha] <= 1.25 * min(errors.values())
+    assert slow_error(x, ws, scales) == errors[alpha]
 
 
 def test_smoothing_pays_where_there_are_outliers() -> None:
     x, ws = inputs(100), weights()
-    scales, _ = smooth_scales(statistics_of(x), ws, samples=x)
+    scales, _ = smooth_scales(statistics_of(x), ws)
     assert slow_error(x, ws, scales) < 0.2 * slow_error(x, ws, torch.ones(64))
+
+
+def test_the_largest_value_of_a_token() -> None:
+    """Of 512 Gaussian channels one exceeds 3.1 deviations (the chance of that is 1 in 512); mixed with the largest value of all."""
+    ones = torch.ones(512)
+    assert largest_of_a_token(ones, ones * 3) == pytest.approx(3)
+    assert largest_of_a_token(ones, ones * 10) == pytest.approx((3.1 * 10) ** 0.5, rel=1e-2)
+    assert largest_of_a_token(torch.tensor([0.0, 2.0]), torch.tensor([0.0, 1.0])) <= 1
 
 
 def test_a_dead_channel_takes_the_middle_scale() -> None:
@@ -84,6 +91,7 @@ def test_a_dead_channel_takes_the_middle_scale() -> None:
     scales = scales_for(torch.tensor([4.0, 0.0, 9.0, 1.0]), torch.ones(4), 0.5)
     assert scales.tolist() == [2, 2, 3, 1]
     assert scales_for(torch.zeros(3), torch.ones(3), 0.5).tolist() == [1, 1, 1]
+    assert smooth_scales(statistics_of(torch.zeros(4, 64)), weights())[0].tolist() == [1] * 64
 
 
 def test_weights_of_zeros_give_finite_scales() -> None:
@@ -95,5 +103,5 @@ def test_nothing_that_is_given_changes() -> None:
     x, ws = inputs(30), weights()
     observed = statistics_of(x)
     before = [tensor.clone() for tensor in (x, *ws, observed.max_abs)]
-    smooth_scales(observed, ws, samples=x)
+    smooth_scales(observed, ws)
     assert all(torch.equal(old, new) for old, new in zip(before, (x, *ws, observed.max_abs), strict=True))
