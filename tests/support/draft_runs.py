@@ -84,13 +84,14 @@ def run(
     build_drafter: Callable[..., Any] | None = None,
     answers: dict[int, list[list[int]]] | None = None,
     stagger: bool = False,
+    interpreted: bool = False,
     **config: Any,
 ) -> Run:
     """Answer all requests, with a drafter if there is one. stagger: every request arrives a few steps after the one before."""
     manifest = load_manifest(engine_dir)
     settings = EngineConfig(**{"device": "cpu", "kv_cache_memory_bytes": 64 << 20, **config})
     max_len = settings.max_model_len or manifest.model.context_length
-    executor = SingleExecutor(engine_dir, manifest, settings, max_len, False, False, build_drafter)
+    executor = SingleExecutor(engine_dir, manifest, settings, max_len, False, interpreted, build_drafter)
     engine = Engine(manifest, settings, executor, load_codec(engine_dir), max_len)
     speculator = None
     if build_drafter is not None:

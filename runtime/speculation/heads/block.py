@@ -93,10 +93,7 @@ class BlockDrafter:
         self._backbone, self._vocabulary, self._markov, self._confidence = backbone, vocabulary, markov, confidence
         self._rope, self._sampler, self._prior, self._keep = rope, sampler, prior, keep_distributions
         self._pages = DraftPages(backbone.kernels, len(backbone.layers))
-
-    @property
-    def bytes_per_block(self) -> int:
-        return self._pages.bytes_per_block
+        self.bytes_per_block = self._pages.bytes_per_block
 
     def allocate(self, num_blocks: int) -> None:
         self._pages.allocate(num_blocks)

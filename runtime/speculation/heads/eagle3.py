@@ -105,11 +105,8 @@ class EagleDrafter:
         self._rope, self._sampler, self._prior, self._keep = rope, sampler, prior, keep_distributions
         self._pages = DraftPages(layer.kernels, 1, AT_ONCE)
         self._features = torch.empty(0)
-
-    @property
-    def bytes_per_block(self) -> int:
-        facts = self._layer.kernels.facts
-        return self._pages.bytes_per_block + facts.block_size * self.config.model.hidden_size * facts.dtype.itemsize
+        facts = layer.kernels.facts
+        self.bytes_per_block = self._pages.bytes_per_block + facts.block_size * config.model.hidden_size * facts.dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
         facts = self._layer.kernels.facts
