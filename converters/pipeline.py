@@ -84,6 +84,7 @@ def quantize(
     gate: Gate | None = None,
     kv_cache_dtype: str | None = None,
     target_bpw: float | None = None,
+    fp8_inputs: str | None = None,
     head_scheme: str | None = None,
 ) -> Result:
     """Quantize an engine, or any checkpoint that `convert` reads. dtype: of what stays dense.
@@ -97,9 +98,9 @@ def quantize(
     refuse_packed(model)
     if head_scheme is not None:
         model, rules = with_own_head(model), (*rules, (HEAD_MODULE, head_scheme))
-    plan = plan_quantization(model, QuantRequest(scheme, method, group_size, ignore, rules, solver, kv_cache_dtype, target_bpw))
+    plan = plan_quantization(model, QuantRequest(scheme, method, group_size, ignore, rules, solver, kv_cache_dtype, target_bpw, fp8_inputs))
     if plan.looks_at_text and calibrated is None:
-        others = "--kv-cache-dtype" if kv_cache_dtype else "--target-bpw"
+        others = "--kv-cache-dtype" if kv_cache_dtype else "--target-bpw" if target_bpw else "--fp8-inputs static"
         what = f"--method {method}" if method in CALIBRATED_METHODS else others
         raise UsageError(f"{what} looks at text", "type --calibration FILE with a .txt, or the job's own .jsonl")
     job = _Job(model, Path(engine_dir), force, audit, progress, plan, gate)

@@ -32,7 +32,8 @@ class QuantRequest:
     """What the user asked for. rules: (pattern of module names, scheme or DENSE); of several that match the last one counts.
 
     solver: SolverOptions, None for their defaults. kv_cache_dtype: of a cache to calibrate besides, see `spec.kv_cache.QUANTIZED_CACHES`.
-    target_bpw: bits per weight to spend on the layers by what each loses (see `calibration.bit_budget`).
+    fp8_inputs: "dynamic" or "static" to round the inputs of float8 layers too. target_bpw: bits per weight to spend on the layers by what
+    each loses (see `calibration.bit_budget`).
     """
 
     scheme: str
@@ -43,6 +44,7 @@ class QuantRequest:
     solver: SolverOptions | None = None
     kv_cache_dtype: str | None = None
     target_bpw: float | None = None
+    fp8_inputs: str | None = None
 
 
 @dataclass
@@ -66,7 +68,12 @@ class QuantPlan:
     @property
     def looks_at_text(self) -> bool:
         """Whether samples have to be taken through the model."""
-        return self.method in CALIBRATED_METHODS or self.kv_cache is not None or self.target_bpw is not None
+        return self.method in CALIBRATED_METHODS or self.kv_cache is not None or self.target_bpw is not None or self.static_inputs
+
+    @property
+    def static_inputs(self) -> bool:
+        """Whether the scale of some layer's inputs is to be calibrated."""
+        return any(scheme.inputs == "static" for scheme in self.config.schemes())
 
     def scheme_for(self, module: str) -> QuantScheme:
         """The scheme of a layer of the plan."""
@@ -111,6 +118,8 @@ def plan_quantization(model: MappedModel, request: QuantRequest) -> QuantPlan:
 
     base = preset(request.scheme)
     check_method(request.method, base)
+    if request.fp8_inputs is not None and base.storage != "fp8":
+        raise UsageError(f"--fp8-inputs is {request.fp8_inputs}, but {base.name} has no float8 weights", "type --scheme fp8 or fp8-block")
     modules = linear_modules(model.config)
     check_patterns("--ignore", request.ignore, modules)
     check_patterns("--rule", tuple(pattern for pattern, _ in request.rules), modules)
@@ -129,6 +138,8 @@ def plan_quantization(model: MappedModel, request: QuantRequest) -> QuantPlan:
         assert scheme is not None
         grouped = replace(scheme, group_size=size[scheme.name]) if scheme.storage == "wna16" else scheme
         schemes[module] = replace(grouped, method="rtn" if module == HEAD_MODULE else method[scheme.storage])
+        if schemes[module].storage == "fp8":
+            schemes[module] = replace(schemes[module], inputs=request.fp8_inputs)
         if schemes[module].method == "gptq":
             schemes[module] = stored_scheme(schemes[module], solver)
     check_packing(schemes, layers)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 ACTIVATIONS = ("memory", "disk")
+FP8_INPUTS = ("dynamic", "static")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class QuantizeOptions:
     samples: int = flag(128, "most samples to take from the calibration file", low=1, high=65536)
     sample_tokens: int = flag(512, "longest sample, in tokens", low=2, high=65536)
     self_generate: bool = flag(False, "calibrate on the model's own greedy answers too, for lines that have none", names="--self-generate")
+    fp8_inputs: str | None = flag(None, "round the inputs of float8 layers too, each token or with a calibrated scale", choices=FP8_INPUTS)
     act_order: bool = flag(True, "GPTQ: treat the inputs that matter most first")
     static_groups: bool = flag(True, "GPTQ: with --act-order groups stay neighbours; without, they are stored with a permutation")
     damp: float = flag(0.01, "GPTQ: damping of the Hessian, relative to its mean diagonal", low=0.0, high=1.0)
@@ -99,14 +101,15 @@ def quantize(console: Console, options: QuantizeOptions) -> int:
             options.dtype,
             options.audit,
             options.force,
-            progress,
-            rules,
-            solver_of(options),
-            calibrated,
-            gate,
-            options.kv_cache_dtype,
-            options.target_bpw,
-            options.head_scheme,
+            progress=progress,
+            rules=rules,
+            solver=solver_of(options),
+            calibrated=calibrated,
+            gate=gate,
+            kv_cache_dtype=options.kv_cache_dtype,
+            target_bpw=options.target_bpw,
+            fp8_inputs=options.fp8_inputs,
+            head_scheme=options.head_scheme,
         )
     finally:
         if progress is not None:

@@ -62,6 +62,24 @@ def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor, block: tuple[in
     return (codes.float() * wide).to(dtype)
 
 
+FP8_MAX = 448.0
+"""Largest number of float8 e4m3fn."""
+
+
+def round_tokens_to_fp8(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Activations [T, K] -> the same rounded to numbers of float8 (e4m3fn) times a scale, in their own dtype.
+
+    scale float32 [] for all, beyond 448 of which they are cut; None gives each token its own, its largest value over 448 (1 for a token of
+    zeros).
+    """
+    wide = x.float()
+    if scale is None:
+        scale = wide.abs().amax(-1, keepdim=True) / FP8_MAX
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = (wide / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).to(x.dtype)
+
+
 INT8_STEPS = 127.5
 """Steps of an activation's scale on each side of zero: the range -128 .. 127 has 255 steps (compressed-tensors' rule)."""
 SMALLEST_TOKEN = 2.0**-100

@@ -62,7 +62,8 @@ class LayerQuantizer:
         result = LayerResult({})
         for stage in STAGES:
             slots = [slot for slot in layer_pass.slots if slot.stage == stage]
-            observed = self.observe(layer_pass, stage, full) if self._plan.method == "gptq" else self._pass_through(layer_pass, stage)
+            looks = self._plan.method == "gptq" or self._plan.static_inputs
+            observed = self.observe(layer_pass, stage, full) if looks else self._pass_through(layer_pass, stage)
             for slot in slots:
                 self._install(slot, self._solve(slot.modules, state, observed, result), state)
         layer_pass.finish()

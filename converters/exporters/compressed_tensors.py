@@ -68,7 +68,7 @@ class CompressedTensorsExporter(Exporter):
     def leaves(self, linear: Linear) -> tuple[str, ...]:
         scheme = self.schemes[linear.name]
         if scheme.storage != "wna16":
-            return ("weight", "weight_scale")
+            return ("weight", "weight_scale", *(("input_scale",) if scheme.inputs == "static" else ()))
         return ("weight_packed", "weight_scale", "weight_shape", *(() if scheme.symmetric else ("weight_zero_point",)))
 
     def tensors(self, linear: Linear) -> dict[str, torch.Tensor]:
@@ -79,7 +79,8 @@ class CompressedTensorsExporter(Exporter):
         if scheme.storage == "int8":
             return {"weight": weight.qweight, "weight_scale": self._scales(weight.scales[:, None])}
         scales = self._scales(weight.scales)
-        return {"weight": weight.qweight, "weight_scale": scales.reshape(1) if scheme.block in (None, (-1, -1)) else scales}
+        parts = {"weight": weight.qweight, "weight_scale": scales.reshape(1) if scheme.block in (None, (-1, -1)) else scales}
+        return parts if weight.input_scale is None else {**parts, "input_scale": weight.input_scale.reshape(1)}
 
     def _packed(self, weight: Any, scheme: QuantScheme) -> dict[str, torch.Tensor]:
         import torch
@@ -114,7 +115,7 @@ class CompressedTensorsExporter(Exporter):
             described = {
                 "format": FORMAT_OF_STORAGE[scheme.storage],
                 "weights": weight_arguments(scheme, self.source.linears[name].inputs),
-                "input_activations": PER_TOKEN if scheme.storage == "int8" else None,
+                "input_activations": input_arguments(scheme),
                 "output_activations": None,
             }
             key = json.dumps(described, sort_keys=True)
@@ -122,6 +123,15 @@ class CompressedTensorsExporter(Exporter):
             members.setdefault(key, []).append(name)
         order = [key for key, _ in Counter({key: len(names) for key, names in members.items()}).most_common()]
         return {f"group_{index}": {"targets": members[key] if index else ["Linear"], **arguments[key]} for index, key in enumerate(order)}
+
+
+def input_arguments(scheme: QuantScheme) -> dict[str, Any] | None:
+    """The format's arguments for a layer's inputs, None where they stay as they are."""
+    if scheme.storage == "int8" or scheme.inputs == "dynamic":
+        return PER_TOKEN if scheme.storage == "int8" else {**PER_TOKEN, "type": "float"}
+    if scheme.inputs == "static":
+        return {**PER_TOKEN, "type": "float", "strategy": "tensor", "dynamic": False}
+    return None
 
 
 def weight_arguments(scheme: QuantScheme, inputs: int) -> dict[str, Any]:

@@ -25,7 +25,11 @@ _TINY = torch.finfo(torch.float32).tiny
 def quantize_fp8(
     weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics | None = None, options: SolverOptions = DEFAULTS
 ) -> QuantizedWeight:
-    """Fp8Weight of a weight float32 [N, K]; blocks at the edges may be smaller. Raises InputError for values that are not finite."""
+    """Fp8Weight of a weight float32 [N, K]; blocks at the edges may be smaller.
+
+    The scale of static inputs is the largest that calibration saw, over 448; without statistics of a token it is 1 / 448. Raises InputError
+    for values that are not finite.
+    """
     if not all_finite(weight):
         raise InputError("the weight has values that are not finite", "the checkpoint is damaged: use another copy")
     weight = weight.float()
@@ -37,12 +41,15 @@ def quantize_fp8(
     if options.clip:
         scales = _search(blocks, scales, importance)
     codes = blocks.codes(scales)
-    stored = Fp8Weight(codes, scales, blocks.block)
+    reach = known.max_abs.amax() if known is not None else torch.zeros(())
+    input_scale = (torch.where(reach > 0, reach, 1.0) / FP8_MAX).float() if scheme.inputs == "static" else None
+    stored = Fp8Weight(codes, scales, blocks.block, scheme.inputs, input_scale)
     difference = stored.dense(torch.float32) - weight
     measured = None
     if known is not None:
         measured = decibels(output_energy(weight.t(), known.hessian), output_energy(difference.t(), known.hessian))
-    return QuantizedWeight(stored, decibels(energy(weight), energy(difference)), measured)
+    notes = ("no token reached this layer: the scale of its inputs is a guess",) if input_scale is not None and known is None else ()
+    return QuantizedWeight(stored, decibels(energy(weight), energy(difference)), measured, notes=notes)
 
 
 class _Blocks:

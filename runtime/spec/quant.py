@@ -13,10 +13,12 @@ Canonical storage of a linear NAME of K inputs and N outputs, by the scheme's `s
     weight[n, perm[j]] = scales[j // group_size, n] * (code[j, n] - zero[j // group_size, n])
 
 "fp8": float8 (e4m3) numbers with a scale for each block of the scheme's `block` = (outputs, inputs), -1 meaning all of them, so that
-(-1, -1) is one scale for the tensor, (1, -1) one for each output and (128, 128) the fine-grained form. Activations as they are.
+(-1, -1) is one scale for the tensor, (1, -1) one for each output and (128, 128) the fine-grained form. Activations as they are, or rounded
+to such numbers too (the scheme's `inputs`): "dynamic", each token with a scale of its own, or "static", all with one that was calibrated.
 
-    NAME.qweight  float8_e4m3fn [N, K]
-    NAME.scales   float32 [ceil(N / block outputs), ceil(K / block inputs)]
+    NAME.qweight      float8_e4m3fn [N, K]
+    NAME.scales       float32 [ceil(N / block outputs), ceil(K / block inputs)]
+    NAME.input_scale  float32 [], only with static inputs
 
     weight[n, k] = qweight[n, k] * scales[n // block outputs, k // block inputs]
 
@@ -47,7 +49,7 @@ class QuantScheme:
 
     group_size (wna16): inputs that share a scale; -1 means one group of all K inputs, which then fill whole words (K * bits % 32 == 0).
     method: which algorithm or checkpoint format the codes come from. act_order (wna16): there is a permutation of the inputs.
-    block (fp8): outputs and inputs that share a scale.
+    block (fp8): outputs and inputs that share a scale. inputs (fp8): "dynamic" or "static" where activations are rounded too.
     """
 
     name: str
@@ -58,6 +60,7 @@ class QuantScheme:
     storage: str = "wna16"
     act_order: bool = False
     block: tuple[int, int] | None = None
+    inputs: str | None = None
 
     def resolved_group_size(self, in_features: int) -> int:
         """Group size in inputs, with -1 resolved."""
@@ -66,7 +69,7 @@ class QuantScheme:
     def leaves(self) -> tuple[str, ...]:
         """Last parts of the names of the tensors that a linear is stored as."""
         if self.storage != "wna16":
-            return ("qweight", "scales")
+            return ("qweight", "scales", *(("input_scale",) if self.inputs == "static" else ()))
         return ("qweight", "scales", *(() if self.symmetric else ("zeros",)), *(("perm",) if self.act_order else ()))
 
     def describe(self) -> str:
@@ -74,7 +77,8 @@ class QuantScheme:
         if self.storage == "fp8":
             grain = {(-1, -1): "per tensor", (1, -1): "per channel"}
             outputs, inputs = self.block or (-1, -1)
-            return f"{self.name} {grain.get((outputs, inputs), f'blocks of {outputs} x {inputs}')}"
+            suffix = f", {self.inputs} inputs" if self.inputs else ""
+            return f"{self.name} {grain.get((outputs, inputs), f'blocks of {outputs} x {inputs}')}{suffix}"
         grouped = "per channel" if self.group_size == -1 or self.storage == "int8" else f"group {self.group_size}"
         return f"{self.name} {grouped}{' act-order' if self.act_order else ''}"
 

@@ -230,3 +230,24 @@ def test_the_engine_gives_the_logits_of_its_dense_twin(tmp_path, calibration) ->
     quantize(checkpoint, tmp_path / "engine", "w3a16-asym", "gptq", 32, calibrated=run_of(calibration))
     ours = logits_for(load_model(tmp_path / "engine"), PROMPT)
     torch.testing.assert_close(ours, by_transformers(tmp_path / "engine", PROMPT), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("inputs", ["dynamic", "static"])
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])
+def test_float8_inputs_are_rounded_and_change_little(scheme: str, inputs: str, tmp_path, calibration) -> None:
+    """The audit compares weights, so it passes; what serves rounds its inputs, by a scale that calibration saw or by each token's own."""
+    checkpoint = checkpoint_of(tmp_path)
+    quantize(checkpoint, tmp_path / "plain", scheme, audit=False)
+    quantize(checkpoint, tmp_path / "engine", scheme, calibrated=run_of(calibration), fp8_inputs=inputs)
+    names = load_manifest(tmp_path / "engine").tensors
+    assert ("model.layers.0.mlp.down_proj.input_scale" in names) == (inputs == "static")
+    exact, rounded = logits_for(load_model(tmp_path / "plain"), PROMPT), logits_for(load_model(tmp_path / "engine"), PROMPT)
+    assert 0 < float((exact - rounded).square().mean() / exact.square().mean()) < 0.01
+
+
+def test_static_inputs_need_text_and_float8(tmp_path, calibration) -> None:
+    checkpoint = checkpoint_of(tmp_path)
+    with pytest.raises(UsageError, match="--fp8-inputs static looks at text"):
+        quantize(checkpoint, tmp_path / "engine", "fp8", fp8_inputs="static")
+    with pytest.raises(UsageError, match="--fp8-inputs is dynamic, but w8a8 has no float8 weights"):
+        quantize(checkpoint, tmp_path / "engine", "w8a8", fp8_inputs="dynamic")
