@@ -13,7 +13,7 @@ LOADING = 1.5
 """A whole model while it is loaded, in bare weights: fused and stacked ones are there twice for a moment."""
 LAYER_LOADING = 2.0
 """The same of one layer, which may be nothing but such weights, or be held as codes too."""
-LIBRARY_BYTES = 150_000_000
+LIBRARY_BYTES = 200_000_000
 """transformers' model classes, compiled loops, threads' scratch: loaded for the audit."""
 HEAD_ROWS = 64
 """Tokens whose logits are computed together when memory counts."""
