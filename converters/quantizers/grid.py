@@ -24,6 +24,8 @@ LEGACY_EXPONENT = 2.4
 _SMALLEST_RATIO = {2: 0.3, 3: 0.44, 4: 0.58}
 _RATIO_STEP = 0.02
 _RATIOS_8_BIT = (1.0, 0.98, 0.95, 0.9)
+_BOTH_ZEROS_BITS = 3
+"""With so few codes the zero point's other neighbour is tried as well (GPTQModel does so at 2 bits)."""
 _HALF = torch.finfo(torch.float16)
 _HALF_ROOM = 16.0  # how much a step may grow while a solver moves errors to later inputs
 
@@ -76,14 +78,19 @@ class Grid:
         return scales.gather(0, best[None])[0], zeros.gather(0, best[None])[0]
 
     def _candidates(self, low: torch.Tensor, high: torch.Tensor, ratios: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steps and zero points [P, G, N] of ranges [G, N], clipped by each of the ratios."""
+        """Steps and zero points [P, G, N] of ranges [G, N], clipped by each of the ratios; the first is the plain one."""
         share = torch.tensor(ratios, dtype=low.dtype)[:, None, None]
         scales = (share * high - share * low) / self.max_code
         if self.step_dtype == torch.float16:
             scales = scales.clamp_(_HALF.tiny, _HALF.max).half().to(low.dtype)
         elif not self.legacy:
             scales = scales.clamp_(min=torch.finfo(torch.float32).tiny).float().to(low.dtype)
-        return scales, zero_point(share * low, scales, self.bits, self.symmetric)
+        zeros = zero_point(share * low, scales, self.bits, self.symmetric)
+        if self.symmetric or self.legacy or not self.clip or self.bits > _BOTH_ZEROS_BITS:
+            return scales, zeros
+        exact = -share * low / scales
+        other = torch.where(zeros < exact, exact.ceil(), exact.floor()).clamp_(0, self.max_code)
+        return torch.cat([scales, scales]), torch.cat([zeros, other])
 
 
 def choose_grid(weight: torch.Tensor, scheme: QuantScheme, group_size: int, options: SolverOptions) -> Grid:
