@@ -74,7 +74,8 @@ class LayerPass:
                 else:
                     if stage == GATE_UP:
                         self._add_attention(batch)
-                    yield self._caught(batch, slots)
+                    known = stage == GATE_UP and len(slots) == 1  # without experts the block's input is what its first linear reads
+                    yield [(slots[0], self._mlp_input[batch.rows])] if known else self._caught(batch, slots)
 
     def finish(self) -> None:
         """Add the feed-forward block's result to the stream: the layer is done."""
