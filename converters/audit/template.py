@@ -70,7 +70,7 @@ def check_chats(codec: Any, source: Any) -> dict[str, Any]:
     """
     if codec.chat_template is None:
         return {"summary": "no chat template"}
-    template, _ = default_template(source.chat_template)
+    template, _ = default_template(getattr(source, "chat_template", None))
     if template is not None:
         codec.pin_clock(template)
     refused = []
