@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dspark.kernels.batch import AttentionBatch
+from dspark.kernels.batch import AttentionBatch, TreeMask
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.kv_cache import KVScales
 from dspark.kernels.triton import attention, elementwise, wna16
@@ -130,21 +130,27 @@ def model_launches(model: ModelShape) -> Iterator[Launch]:
     yield from record(lambda: elementwise.silu_and_mul(meta(tokens, 2 * model.intermediate)), model.name)
     yield from record(lambda: elementwise.gelu_tanh_and_mul(meta(tokens, 2 * model.intermediate)), model.name)
     yield from record(lambda: elementwise.copy_blocks(cache, cache, ids, ids), model.name)
-    for queries, window, softcap, kind in (
-        (1, None, 0, ""),
-        (1, 4096, 0, ""),
-        (1, 4096, 50, ""),
-        (4, None, 0, ""),
-        (512, None, 0, ""),
-        (512, 4096, 0, ""),
-        (512, 4096, 50, ""),
-        *((queries, None, 0, kind) for kind in CACHE_TYPES for queries in (1, 4, 512)),
+    yield from record(lambda: elementwise.copy_slots(cache, cache, ids, ids), model.name)
+    for queries, window, softcap, kind, nodes in (
+        (1, None, 0, "", 0),
+        (1, 4096, 0, "", 0),
+        (1, 4096, 50, "", 0),
+        (4, None, 0, "", 0),
+        (512, None, 0, "", 0),
+        (512, 4096, 0, "", 0),
+        (512, 4096, 50, "", 0),
+        (16, None, 0, "", 15),
+        (512, 4096, 50, "", 15),
+        *((queries, None, 0, kind, 0) for kind in CACHE_TYPES for queries in (1, 4, 512)),
+        (16, None, 0, "int8", 15),
     ):
         sequences = 64 if queries == 1 else 2
         total = sequences * queries
         ints = meta(sequences + 1, of=torch.int32), meta(sequences, of=torch.int32), meta(sequences, 256, of=torch.int32)
-        batch = AttentionBatch(*ints, meta(total, of=torch.int64), meta(total, of=torch.int64), queries, 4096)
-        label = f"{model.name} n={queries}{'' if window is None else ' window'}{' softcap' if softcap else ''} {kind}".rstrip()
+        tree = TreeMask(meta(total, of=torch.int64), meta(sequences, of=torch.int32)) if nodes else None
+        batch = AttentionBatch(*ints, meta(total, of=torch.int64), meta(total, of=torch.int64), queries, 4096, tree)
+        options = f"{'' if window is None else ' window'}{' softcap' if softcap else ''}{' tree' if nodes else ''} {kind}"
+        label = f"{model.name} n={queries}{options}".rstrip()
         pages, steps = (coded[kind], scales) if kind else (cache, None)
         query = meta(total, heads, dim)
         attend = partial(attention.paged_attention, query, pages, pages, batch, dim**-0.5, window, softcap, steps)
@@ -240,11 +246,11 @@ def main() -> int:
         print("aot: unset TRITON_INTERPRET: the interpreter compiles nothing", file=sys.stderr)
         return 2
     rows = []
-    print(f"{'kernel':22} {'shape':36} {'sm':>3} {'regs':>5} {'stack':>6} {'shared':>7} {'warps':>5} {'mma':6} {'s':>5}")
+    print(f"{'kernel':22} {'shape':40} {'sm':>3} {'regs':>5} {'stack':>6} {'shared':>7} {'warps':>5} {'mma':6} {'s':>5}")
     for row in table(options.arch or [80, 90], options.only):
         rows.append(row)
         numbers = f"{row.arch:3} {row.registers:5} {row.stack_bytes:6} {row.shared_bytes:7} {row.warps:5}"
-        print(f"{row.kernel:22} {row.label:36} {numbers} {row.mma:6} {row.seconds:5.1f}", flush=True)
+        print(f"{row.kernel:22} {row.label:40} {numbers} {row.mma:6} {row.seconds:5.1f}", flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     over = [row for row in rows if row.shared_bytes > SHARED_LIMIT[row.arch]]

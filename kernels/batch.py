@@ -4,6 +4,24 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_TREE_NODES = 63
+"""Draft nodes of one sequence: bits of a positive int64."""
+
+
+@dataclass
+class TreeMask:
+    """Draft trees among a step's tokens. The nodes of a tree are the last query tokens of its sequence, in slots behind one another; which
+    of them a node sees is not told by order.
+
+    visible  int64 [T]  for a node the nodes on its path, itself among them (bit j: node j of its sequence); 0 for any other token
+    start    int32 [S]  key index of a sequence's first node; its context length where it has no tree
+
+    A node sees all keys before `start` and its path; positions are counted along the path. All other tokens are causal.
+    """
+
+    visible: torch.Tensor
+    start: torch.Tensor
+
 
 @dataclass
 class AttentionBatch:
@@ -15,6 +33,7 @@ class AttentionBatch:
     slot_mapping  int64 [T]      block_id * block_size + offset where each token's key and value go
     positions     int64 [T]      position of each token in its sequence
     max_query_len, max_context_len: maxima over the sequences, known on the host
+    tree: of a step with draft trees, else None: then position and key index are the same
     """
 
     query_start: torch.Tensor
@@ -24,6 +43,7 @@ class AttentionBatch:
     positions: torch.Tensor
     max_query_len: int
     max_context_len: int
+    tree: TreeMask | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -22,16 +22,17 @@ OPS = (
     "gelu_tanh_and_mul",
     "moe_mlp",
     "copy_blocks",
+    "copy_slots",
     "make_dense_linear",
     "make_wna16_linear",
     "make_fp8_linear",
     "make_int8_linear",
 )
 
-CACHE_OPS = ("rope_store_kv", "paged_attention", "read_kv", "copy_blocks")
+CACHE_OPS = ("rope_store_kv", "paged_attention", "read_kv", "copy_blocks", "copy_slots")
 """Ops that share the KV cache. Its inner layout is the implementation's own, so one implementation takes all of them or none."""
 
-_ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope_store_kv", "read_kv", "silu_and_mul", "gelu_tanh_and_mul", "copy_blocks")
+_ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope_store_kv", "read_kv", "silu_and_mul", "gelu_tanh_and_mul", "copy_blocks", "copy_slots")
 _MODULES: dict[str, dict[str, str]] = {
     "triton": {
         **dict.fromkeys(_ELEMENTWISE, "dspark.kernels.triton.elementwise"),

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from dspark.kernels.batch import AttentionBatch
+from dspark.kernels.batch import AttentionBatch, TreeMask
 from dspark.kernels.dispatch import OPS, Selection, select
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.fp8 import Fp8Weight
 from dspark.kernels.int8 import Int8Weight
 from dspark.kernels.kv_cache import KVScales
+from dspark.kernels.quant_math import round_tokens_to_fp8
 from dspark.kernels.wna16 import Wna16Weight
 
-__all__ = ["AttentionBatch", "Fp8Weight", "Int8Weight", "KVScales", "KernelFacts", "Kernels", "LinearFn", "Wna16Weight"]
+__all__ = ["AttentionBatch", "Fp8Weight", "Int8Weight", "KVScales", "KernelFacts", "Kernels", "LinearFn", "TreeMask", "Wna16Weight"]
 
 LinearFn = Callable[[torch.Tensor], torch.Tensor]
 
@@ -48,6 +49,8 @@ class Kernels:
         """(x [T, H], router_logits [T, E], E functions [n, H] -> [n, H], top_k, renormalize) -> [T, H]: experts times their shares"""
         self.copy_blocks: Callable[..., None] = bound["copy_blocks"]
         """(k_cache, v_cache, source ids, target ids): whole blocks"""
+        self.copy_slots: Callable[..., None] = bound["copy_slots"]
+        """(k_cache, v_cache, source slots, target slots): single tokens; no target is the source of a later pair"""
 
     def dense_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearFn:
         """The function x [T, K] -> x @ weight [N, K].T + bias; the weight may be re-laid, drop your own reference to it."""
@@ -62,8 +65,13 @@ class Kernels:
         return lambda x: linear(x.index_select(-1, perm))
 
     def fp8_linear(self, weight: Fp8Weight, bias: torch.Tensor | None = None) -> LinearFn:
-        """The same for a weight of 8-bit floating-point numbers."""
-        return self.selections["make_fp8_linear"].function(weight, bias, self.facts)
+        """The same for a weight of 8-bit floating-point numbers, inputs rounded to such where it says so (but see
+        KernelFacts.exact_activations)."""
+        linear = self.selections["make_fp8_linear"].function(weight, bias, self.facts)
+        if weight.inputs is None or self.facts.exact_activations:
+            return linear
+        scale = weight.input_scale
+        return lambda x: linear(round_tokens_to_fp8(x, scale))
 
     def int8_linear(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> LinearFn:
         """The same for 8-bit integers; inputs are quantized token by token (see KernelFacts.exact_activations)."""

@@ -6,6 +6,9 @@ dimension are one vector. `rope_store_kv` of this package writes them so; values
 Work is cut into (sequence, up to 16 queries, key/value head). The scores of a query row over its whole context lie in a scratch row, so the
 softmax is one pass with no rescaling, and a row's arithmetic does not depend on which other rows are computed beside it, on the number of
 threads or on how a prompt was cut into chunks.
+
+A node of a draft tree has its path's scores moved together before the softmax and its weights moved apart after it. Then its arithmetic is
+that of plain decoding after the same tokens, to the last bit: weights of 0 in between add nothing.
 """
 
 import numpy as np
@@ -28,6 +31,8 @@ BLOCKS_AHEAD = 4
 
 
 NO_SCALES = np.empty(0, np.float32)
+NO_TREE = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int64))
+"""`TreeMask.visible` and `start`, positions"""
 
 
 def supports(op: str, facts: KernelFacts) -> str | None:
@@ -57,6 +62,30 @@ def _softmax(row, begin, end):
         seen[i] *= inverse
     row[:begin] = np.float32(0.0)
     row[end:] = np.float32(0.0)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _gather_path(nodes, visible):
+    """Move the scores of the visible ones of a tree's nodes to the front, in order."""
+    rank = 0
+    for node in range(nodes.shape[0]):
+        if (visible >> node) & 1:
+            nodes[rank] = nodes[node]
+            rank += 1
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _spread_path(nodes, visible):
+    """The inverse for weights: those at the front back to the visible nodes, 0 to all others."""
+    rank = 0
+    for node in range(nodes.shape[0]):
+        rank += (visible >> node) & 1
+    for node in range(nodes.shape[0] - 1, -1, -1):
+        if (visible >> node) & 1:
+            rank -= 1
+            nodes[node] = nodes[rank]
+        else:
+            nodes[node] = np.float32(0.0)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
@@ -125,13 +154,15 @@ def _attend_tasks(
     scratch_len,
     k_scales,
     v_scales,
+    tree,
     out,
 ):
     """One worker's share: every num_workers-th of the tasks int32 [n, 3] (sequence, first query of the tile, key/value head).
 
     shape: num_heads, num_kv_heads, block_size, head_dim. window 0 is full attention, softcap 0 is none. q rows are q_width elements apart.
-    k_scales, v_scales: of an 8-bit cache, float32 [num_kv_heads * head_dim], else empty.
+    k_scales, v_scales: of an 8-bit cache, float32 [num_kv_heads * head_dim], else empty. tree: as NO_TREE, empty arrays without one.
     """
+    visible, tree_start, positions = tree
     num_heads, num_kv_heads, block_size, head_dim = shape
     group = num_heads // num_kv_heads
     block_elements = block_size * head_dim
@@ -150,11 +181,13 @@ def _attend_tasks(
         channels = slice(kv_head * head_dim, (kv_head + 1) * head_dim)
         _load_queries(q, (start + first) * q_width + column, group, num_rows, q_width, head_dim, scale, k_scales[channels], rows_q)
         first_limit = context - num_queries + first + 1  # keys that the first query sees
+        nodes_at = np.int64(tree_start[seq]) if tree_start.shape[0] else context  # key index of the first node of a draft tree
         for row0 in range(0, num_rows, ROW_TILE):
             tile = min(ROW_TILE, num_rows - row0)
             # the tile's last query sees most, its first query's window begins first
             high = first_limit + (row0 + tile - 1) // group
-            low = max(first_limit + row0 // group - window, 0) // block_size * block_size if window > 0 else 0
+            first_seen = min(first_limit + row0 // group, nodes_at + 1)  # a tree's first level has the earliest window of its nodes
+            low = max(first_seen - window, 0) // block_size * block_size if window > 0 else 0
             for position in range(low, high, 16):
                 if position % block_size == 0:
                     here = position // block_size
@@ -167,10 +200,18 @@ def _attend_tasks(
                 )
             for r in range(tile):
                 limit = first_limit + (row0 + r) // group
+                row = scores[r * scratch_len : r * scratch_len + high - low]
+                is_node = limit > nodes_at
+                if is_node:
+                    token = start + first + (row0 + r) // group
+                    _gather_path(row[nodes_at - low :], visible[token])
+                    limit = positions[token] + 1
                 begin = max(limit - window, 0) if window > 0 else 0
                 if softcap > 0:
-                    _cap(scores[r * scratch_len + begin - low : r * scratch_len + limit - low], softcap)
-                _softmax(scores[r * scratch_len : r * scratch_len + high - low], begin - low, limit - low)
+                    _cap(row[begin - low : limit - low], softcap)
+                _softmax(row, begin - low, limit - low)
+                if is_node:
+                    _spread_path(row[nodes_at - low :], visible[token])
             acc[:] = np.float32(0.0)
             if row0 + ROW_TILE >= num_rows and t + num_workers < tasks.shape[0]:
                 _prefetch_first_keys(
@@ -201,6 +242,7 @@ def _attend_parallel(
     scratch_len,
     k_scales,
     v_scales,
+    tree,
     out,
 ):
     for worker in prange(num_workers):
@@ -222,6 +264,7 @@ def _attend_parallel(
             scratch_len,
             k_scales,
             v_scales,
+            tree,
             out,
         )
 
@@ -286,6 +329,7 @@ def paged_attention(
         np.float32(softcap),
         scratch_len,
         *flat_scales(kv_scales),
+        NO_TREE if batch.tree is None else (batch.tree.visible.numpy(), batch.tree.start.numpy(), batch.positions.numpy()),
         as_array(out.view(-1)),
     )
     if num_tokens * batch.max_context_len * num_heads <= SERIAL_SCORES:

@@ -16,7 +16,7 @@ from dspark.kernels.cpu.views import as_array
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.kv_cache import KVScales
 
-CACHE_OPS = ("rope_store_kv", "read_kv", "copy_blocks")
+CACHE_OPS = ("rope_store_kv", "read_kv", "copy_blocks", "copy_slots")
 SERIAL_ELEMENTS = 32768
 """Up to so many elements (about 15 microseconds of work) an op runs on the calling thread."""
 
@@ -243,3 +243,12 @@ def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tens
     """See `kernels.reference.elementwise`: whole blocks, so the order inside does not matter."""
     k_cache[target] = k_cache[source]
     v_cache[target] = v_cache[source]
+
+
+def copy_slots(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """See `kernels.reference.elementwise`; the keys are dimension-major."""
+    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
+    blocks, offsets = target // block_size, target % block_size
+    k, v = read_kv(k_cache, v_cache, source)
+    k_cache.view(num_blocks, num_kv_heads, head_dim, block_size)[blocks, :, :, offsets] = k
+    v_cache[blocks, :, offsets] = v

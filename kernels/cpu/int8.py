@@ -75,13 +75,13 @@ def _scratch(num_rows, row_bytes, num_workers):
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _quantize(x, codes, row_scales):
+def _quantize(x, zero_point, codes, row_scales):
     if x.size <= SERIAL_ELEMENTS:
         for row in range(x.shape[0]):
-            quantize_row(x, row, codes, row_scales)
+            quantize_row(x, row, zero_point, codes, row_scales)
     else:
         for row in prange(x.shape[0]):
-            quantize_row(x, row, codes, row_scales)
+            quantize_row(x, row, zero_point, codes, row_scales)
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
@@ -89,10 +89,10 @@ def _product_amx(
     kind, x_at, num_rows, inputs, out_at, outputs, weight, row_bytes, corrections, scales, bias, shapes, num_workers
 ):  # fmt: skip
     """Inputs [M, K] and outputs [M, N] of the same kind, by address (see `views.matrix`). weight: int8, flat panels of rows filled up to
-    row_bytes. corrections, scales, bias: [N filled up to blocks]. shapes: see `tile_shapes`."""
+    row_bytes. corrections, scales, bias: [N filled up to blocks], or empty for none. shapes: see `tile_shapes`."""
     out, num_blocks = matrix(kind, out_at, num_rows, outputs), scales.shape[0] // BLOCK_OUTPUTS
     codes, row_scales, sums = _scratch(num_rows, row_bytes, num_workers)
-    _quantize(matrix(kind, x_at, num_rows, inputs), codes, row_scales)
+    _quantize(matrix(kind, x_at, num_rows, inputs), np.int32(0), codes, row_scales)
     x, steps, panel_bytes = codes.reshape(-1), row_bytes // INPUT_STEP, 16 * row_bytes
     for worker in prange(num_workers):
         scratch = worker * AMX_ROWS * BLOCK_OUTPUTS
@@ -129,7 +129,7 @@ def _product_vnni(
     """The same without tiles."""
     out, num_blocks = matrix(kind, out_at, num_rows, outputs), scales.shape[0] // BLOCK_OUTPUTS
     codes, row_scales, sums = _scratch(num_rows, row_bytes, num_workers)
-    _quantize(matrix(kind, x_at, num_rows, inputs), codes, row_scales)
+    _quantize(matrix(kind, x_at, num_rows, inputs), np.int32(128), codes, row_scales)
     x, steps, panel_bytes = codes.reshape(-1), row_bytes // INPUT_STEP, 16 * row_bytes
     for worker in prange(num_workers):
         scratch = worker * AMX_ROWS * BLOCK_OUTPUTS
@@ -177,13 +177,14 @@ class Int8Panels:
         self.out_features, self.in_features = outputs, inputs
         row_bytes = filled.shape[1]
         panels = filled.view(-1, 16, row_bytes // 4, 4).transpose(1, 2).contiguous()
+        corrections = filled.sum(1, dtype=torch.int32) * -128 if product is _product_vnni else torch.empty(0, dtype=torch.int32)
         self._product = product
         self._constants: tuple[Any, ...] = (
             panels.view(-1).numpy(),
             row_bytes,
-            (filled.sum(1, dtype=torch.int32) * -128).numpy(),
+            corrections.numpy(),
             _filled(weight.scales, missing[3]),
-            _filled(bias if bias is not None else weight.scales.new_zeros(outputs), missing[3]),
+            _filled(bias, missing[3]) if bias is not None else np.empty(0, np.float32),
             tile_shapes(),
         )
 

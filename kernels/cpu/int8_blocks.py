@@ -1,8 +1,8 @@
 """The inner loops of products of 8-bit integers, as LLVM code: blocks of 32 outputs, on AMX tiles or with AVX-512 VNNI.
 
-Activations are unsigned bytes, code + 128, rows of `row_bytes` (a multiple of 64); weights are panels of 16 outputs, int8
-`[N / 16, K / 4, 16, 4]`: 64 bytes hold four inputs of 16 outputs, which is both one row of an AMX tile and one VNNI operand. Both add
-up exactly in 32 bits (neither saturates). Sums of (code + 128) * w are too big by 128 * sum of w, which `int8_rows.finish_rows` takes out.
+Activations are bytes, rows of `row_bytes` (a multiple of 64); weights are panels of 16 outputs, int8 `[N / 16, K / 4, 16, 4]`: 64 bytes
+hold four inputs of 16 outputs, which is both one row of an AMX tile and one VNNI operand. Both add up exactly in 32 bits (neither
+saturates). AMX takes signed activations. VNNI takes unsigned ones, code + 128: its sums are too big by 128 * sum of w.
 
 A block's weights come from memory, the activations from the cache: while one block is computed, the next one's lines are asked for.
 """
@@ -95,7 +95,7 @@ def _amx_intrinsic(row_tiles: int, lines: int):
                 start = builder.add(step, builder.mul(panel_b, I64(j)))
                 call(builder, "llvm.x86.tileloadd64", [weight_tile, builder.gep(weight_base, [start]), I64(LINE_BYTES)])
                 for i, tile in enumerate(x_tiles):
-                    call(builder, "llvm.x86.tdpbusd", [totals[i][j], tile, weight_tile])
+                    call(builder, "llvm.x86.tdpbssd", [totals[i][j], tile, weight_tile])
                 for line in range(lines):
                     prefetch_line(builder, ahead_base, builder.add(start, I64(LINE_BYTES * line)))
             loop.close()

@@ -21,6 +21,7 @@ def paged_attention(
     Caches [num_blocks, num_kv_heads, block_size, D], already holding this step's keys and values. Query j (of n) of a sequence with
     context length c stands at position c - n + j and sees the keys up to and including its own; with a window, the last `window` of them.
     With a softcap c, scores s become c * tanh(s / c) before the mask; 0 is none. kv_scales: of an 8-bit cache (see `kernels.kv_cache`).
+    A node of a draft tree sees the keys before the tree and its own path (`TreeMask`); a window then counts positions, not keys.
     """
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     num_heads = q.shape[1]
@@ -39,11 +40,21 @@ def paged_attention(
         scores = torch.einsum("qhgd,khd->hgqk", queries, keys) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        query_pos = torch.arange(context_len - num_queries, context_len, device=q.device)[:, None]
-        key_pos = torch.arange(context_len, device=q.device)[None]
-        hidden = key_pos > query_pos
-        if window is not None:
-            hidden |= key_pos <= query_pos - window
-        probs = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+        probs = torch.softmax(scores.masked_fill(_hidden(batch, i, rows, context_len, window), float("-inf")), -1)
         out[rows] = torch.einsum("hgqk,khd->qhgd", probs, values).reshape(num_queries, num_heads, head_dim).to(q.dtype)
     return out.flatten(1)
+
+
+def _hidden(batch: AttentionBatch, sequence: int, rows: slice, context_len: int, window: int | None) -> torch.Tensor:
+    """bool [queries, context_len]: the keys that each query of a sequence does not see."""
+    num_queries, device = rows.stop - rows.start, batch.context_lens.device
+    query = torch.arange(context_len - num_queries, context_len, device=device)[:, None]
+    key = torch.arange(context_len, device=device)[None]
+    hidden, key_pos, query_pos = key > query, key, query
+    if batch.tree is not None:
+        start = int(batch.tree.start[sequence])
+        on_path = batch.tree.visible[rows, None] >> (key - start).clamp(min=0) & 1
+        hidden = hidden | (key >= start) & (on_path == 0)
+        query_pos = batch.positions[rows, None]
+        key_pos = torch.cat([torch.arange(context_len - num_queries, device=device), batch.positions[rows]])[None]
+    return hidden if window is None else hidden | (key_pos <= query_pos - window)

@@ -83,3 +83,16 @@ def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tens
     """Copy whole KV blocks, source and target int64 [n] block ids (copy-on-write). Sources and targets do not overlap."""
     k_cache[target] = k_cache[source]
     v_cache[target] = v_cache[source]
+
+
+def copy_slots(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy keys and values of single tokens, source and target int64 [n] slots (block_id * block_size + offset).
+
+    No target occurs twice, and none is the source of a later pair. It may be that of an earlier one: a path that moves towards its
+    beginning. So the order of reads and writes does not matter but for these, which are read first.
+    """
+    block_size = k_cache.shape[2]
+    blocks, offsets = target // block_size, target % block_size
+    k, v = read_kv(k_cache, v_cache, source)
+    k_cache[blocks, :, offsets] = k
+    v_cache[blocks, :, offsets] = v

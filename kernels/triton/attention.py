@@ -1,6 +1,7 @@
 """Attention over the paged KV cache on Triton: name and signature of `kernels.reference.attention`."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ def paged_attention(
     context length c stands at position c - n + j and sees the keys up to and including its own; with a window, the last `window` of them.
     With a softcap c, scores s become c * tanh(s / c) before the mask; 0 is none. kv_scales: of an 8-bit cache; keys times their scales
     are then rounded to q's dtype on the side of the query.
+    A node of a draft tree sees the keys before the tree and its own path; a window then counts positions.
     A step of single-token queries takes the decode kernel, any other the prefill kernel (which runs its decode rows too).
     """
     from dspark.kernels.triton.attention_kernels import decode_kernel, prefill_kernel
@@ -55,13 +57,18 @@ def paged_attention(
     if decode:
         kernel, tile = decode_kernel, tiles.decode_tile(group, block_d, q.itemsize)
         grid: tuple[int, ...] = (batch.num_sequences, num_kv_heads)
+        trees: tuple[torch.Tensor, ...] = ()
+        config: dict[str, Any] = {}
     else:
         kernel, tile = prefill_kernel, tiles.prefill_tile(batch.max_query_len, group, block_d, q.itemsize, kv_scales is not None)
         grid = (-(-batch.max_query_len // (tile.rows // group)), num_kv_heads, batch.num_sequences)
+        tree = batch.tree
+        trees = (batch.positions, *((batch.positions, batch.query_start) if tree is None else (tree.visible, tree.start)))
+        config = {"TREE": tree is not None}  # without one the last two are never read
     launcher.launch(
         kernel,
         grid,
-        *(q, k_cache, v_cache, *scales, out, batch.query_start, batch.context_lens, batch.block_tables),
+        *(q, k_cache, v_cache, *scales, out, batch.query_start, batch.context_lens, batch.block_tables, *trees),
         *(q.stride(0), q.stride(1), out.stride(0), batch.block_tables.stride(0), *k_cache.stride()[:3]),
         scale * math.log2(math.e),
         GROUP=group,
@@ -73,6 +80,7 @@ def paged_attention(
         BLOCK_N=tile.keys,
         BLOCK_D=block_d,
         CACHE=kind,
+        **config,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -6,6 +6,8 @@ the last key are never read. Scores and softmax are float32 in base 2 (`scale` c
 
 CACHE says what the pages hold: "number", or 8-bit "int8" or "fp8" with scales [KV heads, HEAD_DIM]. Those stand outside the loop: queries
 are multiplied by the scales of the keys, results by those of the values; in the loop 8 bits are widened in registers.
+
+TREE says that the step has draft trees (see `kernels.batch.TreeMask`); a node is one of several queries, so the decode kernel has none.
 """
 
 import triton
@@ -17,7 +19,11 @@ from dspark.kernels.triton.codes_kernels import unit, widen
 @triton.jit
 def _attend(
     q,
+    query_index,
     query_position,
+    query_visible,
+    tree_start,
+    node_position_ptr,
     first_key,
     end_key,
     table_ptr,
@@ -34,10 +40,13 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CACHE: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     """Online softmax of q [BLOCK_M, BLOCK_D] over keys first_key .. end_key - 1 of one sequence and KV head.
 
-    query_position [BLOCK_M]; first_key must be a multiple of BLOCK_N, so that a row meets the same tiles whatever its neighbours.
+    query_index [BLOCK_M]: key index of each query's own token. With TREE, query_position and query_visible [BLOCK_M] are the queries'
+    positions and masks, tree_start the key index of the first node, and node_position_ptr + j the position of node j; else position is
+    index and the others are not read. first_key must be a multiple of BLOCK_N, so that a row meets the same tiles whatever its neighbours.
     Returns (unnormalised sum [BLOCK_M, BLOCK_D], softmax denominator [BLOCK_M], peak score [BLOCK_M]), all float32.
     """
     dim = tl.arange(0, BLOCK_D)
@@ -58,9 +67,17 @@ def _attend(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP > 0:  # tanh by one exponential; the scores are in base 2, the cap is not: 1.4427 is log2(e)
             scores = SOFTCAP * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / SOFTCAP))))
-        visible = inside[None, :] & (key[None, :] <= query_position[:, None])
+        visible = inside[None, :] & (key[None, :] <= query_index[:, None])
+        key_position = key
+        if TREE:
+            node = tl.maximum(key - tree_start, 0)
+            is_node = inside & (key >= tree_start)
+            on_path = ((query_visible[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
+            visible = visible & (on_path | (key < tree_start)[None, :])
+            if WINDOW > 0:
+                key_position = tl.where(is_node, tl.load(node_position_ptr + node, mask=is_node, other=0).to(tl.int32), key)
         if WINDOW > 0:
-            visible = visible & (key[None, :] > query_position[:, None] - WINDOW)
+            visible = visible & (key_position[None, :] > query_position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
         anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet: avoid inf - inf
@@ -131,6 +148,10 @@ def decode_kernel(
     acc, total, _peak = _attend(
         q,
         position,
+        position,
+        position,
+        context_len,
+        context_len_ptr,
         first_key,
         context_len,
         table_ptr + sequence * table_stride,
@@ -147,6 +168,7 @@ def decode_kernel(
         BLOCK_N,
         BLOCK_D,
         CACHE,
+        False,
     )
     out = _times_scale(acc / tl.where(total == 0.0, 1.0, total)[:, None], v_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
     out_at = out_ptr + token * out_token_stride + head[:, None] * HEAD_DIM + dim[None, :]
@@ -164,6 +186,9 @@ def prefill_kernel(
     query_start_ptr,
     context_len_ptr,
     table_ptr,
+    position_ptr,
+    visible_ptr,
+    tree_start_ptr,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -181,6 +206,7 @@ def prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CACHE: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     """Grid (query tiles of the longest sequence, KV heads, sequences): BLOCK_M // GROUP query tokens of one sequence a program.
 
@@ -204,15 +230,28 @@ def prefill_kernel(
         q_at = q_ptr + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
         q = tl.load(q_at, mask=mask, other=0.0)
         q = _times_scale(q, k_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
-        first_position = context_len - num_queries + first_query
-        position = first_position + row // GROUP
-        end_key = tl.minimum(first_position + QUERIES, context_len)
+        first_index = context_len - num_queries + first_query
+        index = first_index + row // GROUP
+        end_key = tl.minimum(first_index + QUERIES, context_len)
+        position, visible, tree_start, node_position_ptr = index, index, context_len, position_ptr
+        first_position = first_index
+        if TREE:
+            is_query = query < num_queries
+            position = tl.load(position_ptr + token, mask=is_query, other=0).to(tl.int32)
+            visible = tl.load(visible_ptr + token, mask=is_query, other=0)
+            tree_start = tl.load(tree_start_ptr + sequence)
+            node_position_ptr = position_ptr + start + num_queries - (context_len - tree_start)
+            first_position = tl.minimum(first_index, tree_start)  # where the first nodes stand
         first_key = 0
         if WINDOW > 0:
             first_key = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         acc, total, _peak = _attend(
             q,
+            index,
             position,
+            visible,
+            tree_start,
+            node_position_ptr,
             first_key,
             end_key,
             table_ptr + sequence * table_stride,
@@ -229,6 +268,7 @@ def prefill_kernel(
             BLOCK_N,
             BLOCK_D,
             CACHE,
+            TREE,
         )
         out = _times_scale(acc / tl.where(total == 0.0, 1.0, total)[:, None], v_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
         out_at = out_ptr + token[:, None] * out_token_stride + head[:, None] * HEAD_DIM + dim[None, :]

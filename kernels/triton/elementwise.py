@@ -136,6 +136,29 @@ def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tens
     launcher.launch(copy_blocks_kernel, grid, k_cache, v_cache, source, target, elements, stride, BLOCK=tiles.COPY_BLOCK, num_warps=8)
 
 
+def copy_slots(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy keys and values of single tokens, source and target int64 [n] slots; see `kernels.reference.elementwise`.
+    Within a launch all are read before any is written, and launches follow the list."""
+    from dspark.kernels.triton.elementwise_kernels import copy_slots_kernel
+
+    launcher.require(k_cache.stride() == v_cache.stride(), lambda: "key and value cache must have the same strides")
+    _, k_cache, v_cache = launcher.cache_codes(k_cache, v_cache)
+    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    grid = (num_kv_heads, -(-head_dim // tiles.COPY_SLOT_DIMS))
+    for start in range(0, source.shape[0], tiles.COPY_SLOTS):
+        pairs = source[start : start + tiles.COPY_SLOTS], target[start : start + tiles.COPY_SLOTS]
+        launcher.launch(
+            copy_slots_kernel,
+            grid,
+            *(k_cache, v_cache, *pairs, pairs[0].shape[0], *k_cache.stride()[:3]),
+            CACHE_BLOCK_SIZE=block_size,
+            HEAD_DIM=head_dim,
+            PAIRS=tiles.COPY_SLOTS,
+            BLOCK_D=tiles.COPY_SLOT_DIMS,
+            num_warps=4,
+        )
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x as [rows, columns] with contiguous columns; copies only what has none."""
     rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x

@@ -1,4 +1,4 @@
-"""Jitted norm, rope + KV store, activation and block copy. Loads and stores in the tensors' dtype, arithmetic in float32."""
+"""Jitted norm, rope + KV store, activation, copies of blocks and slots. Loads and stores in the tensors' dtype, arithmetic in float32."""
 
 import triton
 import triton.language as tl
@@ -161,3 +161,35 @@ def copy_blocks_kernel(k_cache_ptr, v_cache_ptr, source_ptr, target_ptr, block_e
     values = tl.load(v_cache_ptr + source + offset, mask=mask)
     tl.store(k_cache_ptr + target + offset, keys, mask=mask)
     tl.store(v_cache_ptr + target + offset, values, mask=mask)
+
+
+@triton.jit
+def copy_slots_kernel(
+    k_cache_ptr,
+    v_cache_ptr,
+    source_ptr,
+    target_ptr,
+    num_pairs,
+    cache_block_stride,
+    cache_head_stride,
+    cache_slot_stride,
+    CACHE_BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (KV heads, pieces of the head): one program moves its piece of all pairs, and reads them all before it writes."""
+    head = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    dim = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = pair < num_pairs
+    mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
+    source = tl.load(source_ptr + pair, mask=inside, other=0)
+    target = tl.load(target_ptr + pair, mask=inside, other=0)
+    read = (source // CACHE_BLOCK_SIZE) * cache_block_stride + (source % CACHE_BLOCK_SIZE) * cache_slot_stride + head * cache_head_stride
+    write = (target // CACHE_BLOCK_SIZE) * cache_block_stride + (target % CACHE_BLOCK_SIZE) * cache_slot_stride + head * cache_head_stride
+    keys = tl.load(k_cache_ptr + read[:, None] + dim[None, :], mask=mask)
+    values = tl.load(v_cache_ptr + read[:, None] + dim[None, :], mask=mask)
+    tl.debug_barrier()
+    tl.store(k_cache_ptr + write[:, None] + dim[None, :], keys, mask=mask)
+    tl.store(v_cache_ptr + write[:, None] + dim[None, :], values, mask=mask)

@@ -18,6 +18,8 @@ def row_warps(block: int) -> int:
 
 ACTIVATION_BLOCK = 1024
 COPY_BLOCK = 4096
+COPY_SLOTS, COPY_SLOT_DIMS = 64, 64
+"""Pairs and dimensions that one program of copy_slots holds in registers, keys and values both."""
 
 
 def rope_heads(head_block: int, total_heads: int) -> int:

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from kernel_cases import ALL_CASES, Case, call, copied, expected, random_cases
+from kernel_cases import ALL_CASES, Case, call, copied, expected, paged_attention_args, random_cases
 from tolerances import assert_matches
+from tree_cases import FORKS
 
 from dspark.kernels.dispatch import candidates, decline_reason, implementation
 
@@ -27,8 +28,12 @@ def run_cpu(case: Case, dtype: torch.dtype, **facts) -> dict[str, torch.Tensor]:
         args[1] = swap_key_order(args[1])
     if case.op == "rope_store_kv":
         args[6] = swap_key_order(args[6])
+    if case.op == "copy_slots":
+        args[0] = swap_key_order(args[0])
     outputs = call(case.op, implementation("cpu", case.op), tuple(args), case.facts(dtype, **facts))
     if case.op == "rope_store_kv":
+        outputs["k_cache"] = swap_back(outputs["k_cache"])
+    if case.op == "copy_slots":
         outputs["k_cache"] = swap_back(outputs["k_cache"])
     return outputs
 
@@ -62,8 +67,6 @@ def test_quantized_linear_equals_reference_on_random_shapes(case: Case, shadow: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_attention_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
     """The last query of a prompt must get the same bits as one decode step, alone or in a batch: batch invariance hangs on it."""
-    from kernel_cases import paged_attention_args
-
     args = list(copied(paged_attention_args(dtype, 3, [(40, 90), (1, 33), (17, 17)], 9, 3, 64)))
     args[1] = swap_key_order(args[1])
     attend = implementation("cpu", "paged_attention")
@@ -106,3 +109,30 @@ def test_ops_that_share_the_cache_come_from_one_implementation() -> None:
     for head_dim, block_size, dtype in [(64, 16, torch.float32), (40, 16, torch.float32), (64, 8, torch.bfloat16), (64, 16, torch.float16)]:
         facts = KernelFacts("cpu", dtype, head_dim, 4, 2, block_size)
         assert len({select(op, facts).taken for op in CACHE_OPS}) == 1
+
+
+@pytest.mark.parametrize("softcap, window", [(0.0, None), (2.0, 20), (0.0, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_node_of_a_tree_gets_the_bits_of_its_path_alone(dtype: torch.dtype, softcap: float, window: int | None) -> None:
+    """With --deterministic a tree must leave the very text of plain decoding: the path, moved to its positions, and one query behind it."""
+    args = list(copied(paged_attention_args(dtype, 5, [(16, 60)], 9, 3, 64, window=window, softcap=softcap, trees=[FORKS])))
+    args[1] = swap_key_order(args[1])
+    q, k_cache, v_cache, batch = args[:4]
+    attend, copy_slots = implementation("cpu", "paged_attention"), implementation("cpu", "copy_slots")
+    together, start = attend(*args), 45
+    slots = batch.slot_mapping
+    for node in range(15):
+        path = [n for n in range(15) if int(batch.tree.visible[node + 1]) >> n & 1]
+        k_moved, v_moved = k_cache.clone(), v_cache.clone()
+        copy_slots(k_moved, v_moved, slots[[n + 1 for n in path]], slots[1 : len(path) + 1])
+        alone = dataclasses.replace(
+            batch,
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            context_lens=torch.tensor([start + len(path)], dtype=torch.int32),
+            slot_mapping=slots[len(path)],
+            positions=torch.tensor([start + len(path) - 1]),
+            max_query_len=1,
+            tree=None,
+        )
+        single = attend(q[node + 1 : node + 2], k_moved, v_moved, alone, *args[4:])
+        assert torch.equal(single[0], together[node + 1])

@@ -10,6 +10,16 @@ from tolerances import tolerance
 from dspark.kernels.reference.attention import paged_attention
 
 
+def path_of(parents: list[int], node: int) -> list[int] | None:
+    """The nodes from the first level to this one; None for a token before the tree (node < 0)."""
+    if node < 0:
+        return None
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
 def naive(case: Case, dtype: torch.dtype) -> torch.Tensor:
     """Each sequence gathered by slot, through scaled_dot_product_attention in float64 with an explicit mask."""
     q, k_cache, v_cache, batch, scale, window, softcap, kv_scales = case.args(dtype)
@@ -25,9 +35,13 @@ def naive(case: Case, dtype: torch.dtype) -> torch.Tensor:
         if kv_scales is not None:
             keys, values = keys * kv_scales.k[:, None].double(), values * kv_scales.v[:, None].double()
         mask = torch.zeros(last - first, context, dtype=torch.bool)
+        num_nodes = len((case.shape.get("trees") or [None] * batch.num_sequences)[i] or ())
         for row in range(last - first):
+            seen = path_of(case.shape["trees"][i], row - (last - first) + num_nodes) if num_nodes else None
             position = context - (last - first) + row
-            mask[row, max(0, position - window + 1) if window else 0 : position + 1] = True
+            # a node's own path is what the sequence would be behind the tokens before the tree
+            line = list(range(position + 1)) if seen is None else [*range(context - num_nodes), *(context - num_nodes + n for n in seen)]
+            mask[row, line[-window:] if window else line] = True
         group = num_heads // keys.shape[0]
         heads = q[first:last].transpose(0, 1).double()
         keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)

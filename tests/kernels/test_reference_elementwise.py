@@ -86,3 +86,11 @@ def test_copy_blocks_copies_whole_blocks() -> None:
     elementwise.copy_blocks(k_cache, v_cache, torch.tensor([0]), torch.tensor([2]))
     assert k_cache.flatten().tolist() == [0, 1, 2, 3, 0, 1]
     assert v_cache.flatten().tolist() == [0, -1, -2, -3, 0, -1]
+
+
+def test_copy_slots_moves_a_path_towards_its_beginning() -> None:
+    """Slot 1 is where slot 2 goes and whence slot 0 comes; the block's other heads and slots stay."""
+    k_cache, v_cache = torch.arange(16.0).view(2, 2, 4, 1), torch.arange(16.0).view(2, 2, 4, 1) + 100
+    elementwise.copy_slots(k_cache, v_cache, torch.tensor([1, 2, 6]), torch.tensor([0, 1, 2]))
+    assert k_cache[0].flatten().tolist() == [1, 2, 10, 3, 5, 6, 14, 7] and k_cache[1].flatten().tolist() == list(range(8, 16))
+    assert v_cache[0].flatten().tolist() == [101, 102, 110, 103, 105, 106, 114, 107]

@@ -24,6 +24,7 @@ KERNELS = {
     "gelu_tanh_and_mul_kernel",
     "rope_store_kv_kernel",
     "copy_blocks_kernel",
+    "copy_slots_kernel",
     "decode_kernel",
     "prefill_kernel",
     "wna16_kernel",

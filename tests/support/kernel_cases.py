@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from cache_cases import CACHE_SHAPES, MIXED, draw_caches, poisoned
+from tree_cases import TREE_SHAPES, copy_slots_args, random_tree, with_trees
 
 from dspark.kernels.batch import AttentionBatch
 from dspark.kernels.dispatch import implementation
@@ -138,10 +139,13 @@ def paged_attention_args(
     window: int | None = None,
     softcap: float = 0.0,
     cache: str | None = None,
+    trees: list[list[int] | None] | None = None,
 ) -> Args:
-    """(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales). Slots that no query may see are poisoned."""
+    """(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales). Slots that no query may see are poisoned. trees: see with_trees."""
     g = _generator(seed)
     batch, num_blocks = attention_batch(sequences, block_size, seed)
+    if trees is not None:
+        batch = with_trees(batch, sequences, trees)
     q = _randn(g, batch.num_tokens, num_heads, head_dim, dtype=dtype)
     owned = torch.zeros(num_blocks * block_size, dtype=torch.bool)
     for i, (_, context) in enumerate(sequences):
@@ -220,6 +224,7 @@ _MAKERS = {
     "gelu_tanh_and_mul": gelu_tanh_and_mul_args,
     "rope_store_kv": rope_store_kv_args,
     "copy_blocks": copy_blocks_args,
+    "copy_slots": copy_slots_args,
     "paged_attention": paged_attention_args,
     "make_dense_linear": dense_linear_args,
     "make_wna16_linear": wna16_linear_args,
@@ -254,6 +259,7 @@ _SHAPES |= {
         "d256": {"num_tokens": 3, "num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "block_size": 32},
         "d64_no_rope": {"num_tokens": 5, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "rotary_dim": 0},
     },
+    "copy_slots": {},
     "copy_blocks": {
         "none": {"num_pairs": 0, "num_kv_heads": 2, "head_dim": 64},
         "one": {"num_pairs": 1, "num_kv_heads": 3, "head_dim": 80},
@@ -304,7 +310,7 @@ _SHAPES |= {
     },
 }
 CASES: dict[str, list[Case]] = {
-    op: [Case(op, name, _MAKERS[op], shape) for name, shape in {**shapes, **CACHE_SHAPES.get(op, {})}.items()]
+    op: [Case(op, name, _MAKERS[op], shape) for name, shape in {**shapes, **CACHE_SHAPES.get(op, {}), **TREE_SHAPES.get(op, {})}.items()]
     for op, shapes in _SHAPES.items()
 }
 ALL_CASES: list[Case] = [case for cases in CASES.values() for case in cases]
@@ -334,7 +340,7 @@ def call(op: str, function: Callable[..., Any], args: Args, facts: KernelFacts) 
         return {"normed": result[0], "residual": result[1]}
     if op == "rope_store_kv":
         return {"q": result, "k_cache": args[6], "v_cache": args[7]}
-    if op == "copy_blocks":
+    if op in ("copy_blocks", "copy_slots"):
         return {"k_cache": args[0], "v_cache": args[1]}
     return {"y": result}
 
@@ -382,6 +388,9 @@ def random_cases(op: str, seed: int, count: int) -> list[Case]:
                 "softcap": rng.choice([0.0, 0.0, 2.0]),
                 "cache": rng.choice([None, None, "int8", "fp8"]),
             }
+            if index % 3 == 0:
+                own = random.Random(1000 * seed + index)
+                shape["trees"] = [random_tree(own.randint(1, n), own) if n > 1 else None for n in queries]
         else:
             group_size = rng.choice([32, 64, 128])
             shape = {

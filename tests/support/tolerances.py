@@ -12,6 +12,7 @@ _DEFAULT = {torch.float32: (1e-5, 1e-5), torch.float16: (2e-3, 1e-3), torch.bflo
 _EXACT = dict.fromkeys(_DEFAULT, (0.0, 0.0))
 _OPS: dict[str, dict[torch.dtype, tuple[float, float]]] = {
     "copy_blocks": _EXACT,
+    "copy_slots": _EXACT,
     "paged_attention": {torch.float32: (1e-4, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3e-2, 1e-2)},
     "make_dense_linear": {torch.float32: (1e-4, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)},
     "make_wna16_linear": {torch.float32: (1e-4, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)},
