@@ -2,8 +2,8 @@
 
 With H the damped Hessian in the order of treatment, U is upper triangular and U^T U = H^-1. Reversing rows and columns turns the upper
 factor R of H = R R^T into an ordinary Cholesky factor, and U = R^-1: one factorization and one triangular solve, where inverting H first
-takes two factorizations and loses digits. The factorization is done in float64: outlier channels make H nearly singular beside them.
-K inputs.
+takes two factorizations and loses digits. The factorization is done in float64, since outlier channels make H nearly singular beside them;
+above 8192 inputs in float32, where three more copies of H in float64 would be the largest thing in memory. K inputs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dspark.converters.quantizers.statistics import LayerStatistics
 
 DAMP_STEP = 0.01
 _MAX_FLOORS = 6
+_MAX_WIDE_INPUTS = 8192
 _FIRST_FLOOR = 1e-6
 
 
@@ -75,14 +76,15 @@ def _factorize(hessian: torch.Tensor, options: SolverOptions, dtype: torch.dtype
     if options.act_order:
         order = torch.argsort(-(filled if options.legacy else diagonal), stable=True)
     reverse = order.flip(0)
-    matrix = hessian.index_select(0, reverse).index_select(1, reverse).double()
+    wide = torch.float64 if len(order) <= _MAX_WIDE_INPUTS else torch.float32
+    matrix = hessian.index_select(0, reverse).index_select(1, reverse).to(wide)
     result = _damped_cholesky(matrix, filled[reverse], options.damp)
     del matrix
     if result is None:
         return None
     lower, damping, failures = result
-    root = lower.flip(0, 1).to(dtype)  # R of H = R R^T
-    del lower
+    root = lower.to(dtype).flip(0, 1)  # R of H = R R^T
+    del lower, result
     upper = torch.linalg.solve_triangular(root, torch.eye(len(root), dtype=dtype), upper=True)
     damped = filled + damping
     return HessianFactor(

@@ -88,9 +88,10 @@ class StatisticsAccumulator:
         self._wide = torch.empty(CHUNK_TOKENS, num_inputs)
 
     def add(self, x: torch.Tensor, full: torch.Tensor | None = None) -> None:
-        """Add inputs [T, K] of any float dtype; padding must be left out. full [T, K]: the same tokens in the full-precision model.
+        """Add inputs [T, K] of any float dtype, on any device; padding must be left out.
 
-        Raises InputError for a value that is not finite; ValueError for another width, or when `full` and `cross` do not go together.
+        full [T, K]: the same tokens in the full-precision model. Raises InputError for a value that is not finite; ValueError for another
+        width, or when `full` and `cross` do not go together.
         """
         if x.dim() != 2 or x.shape[1] != self.num_inputs:
             raise ValueError(f"inputs have shape {list(x.shape)}, wanted [tokens, {self.num_inputs}]")
@@ -101,7 +102,7 @@ class StatisticsAccumulator:
         with _bfloat16_products() if exact else nullcontext():
             for chunk, full_chunk in zip(x.split(CHUNK_TOKENS), pieces, strict=False):
                 wide = self._wide[: len(chunk)].copy_(chunk)
-                self._add_chunk(wide, None if full_chunk is None else full_chunk.float())
+                self._add_chunk(wide, None if full_chunk is None else full_chunk.to("cpu", torch.float32))
         self.num_tokens += len(x)
 
     def _add_chunk(self, chunk: torch.Tensor, full: torch.Tensor | None) -> None:

@@ -197,6 +197,16 @@ def test_modules_that_share_statistics_share_the_factor() -> None:
     assert hessian_factor(statistics.scaled(torch.full((64,), 2.0)), DEFAULTS) is not first
 
 
+def test_wide_layers_are_factorized_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three copies of the Hessian in float64 would be 20 GB at 28,672 inputs."""
+    x = correlated_inputs(1000, 192)
+    exact = hessian_factor(statistics_of(x), DEFAULTS)
+    monkeypatch.setattr("dspark.converters.quantizers.factor._MAX_WIDE_INPUTS", 100)
+    narrow = hessian_factor(statistics_of(x), DEFAULTS)
+    assert exact is not None and narrow is not None
+    assert 0 < float((narrow.upper - exact.upper).norm() / exact.upper.norm()) < 1e-4
+
+
 def test_rows_do_not_depend_on_how_they_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, statistics = random_weight(200, 64), statistics_of(correlated_inputs(300, 64))
     whole = quantize_gptq(weight, QuantScheme("w4a16", 4, True, 32), statistics)
