@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
 
-from dspark.kernels.cpu.simd import bits_float, exp_approx, float_bits
+from dspark.kernels.cpu.simd import bits_float, exp_approx, float_bits, widen
 from dspark.runtime.sampling.rng import GAMMA, MIX_1, MIX_2, U_MAX
 
 if TYPE_CHECKING:
@@ -39,16 +40,43 @@ def _top(values):
     return bits_float(np.uint32(best ^ ((best >> np.int32(31)) & _MAGNITUDE))), largest > _INFINITY_BITS
 
 
+@njit
+def _top_bf16(values):
+    """The same of bfloat16 numbers, seen as uint16."""
+    best = np.int16(-0x7F81)
+    largest = np.int16(0)
+    for i in range(values.shape[0]):
+        bits = np.int16(values[i])
+        magnitude = np.int16(bits & np.int16(0x7FFF))
+        largest = max(largest, magnitude)
+        best = max(best, np.int16(bits ^ np.int16(np.int16(bits >> np.int16(15)) & np.int16(0x7FFF))))
+    back = np.uint16(best ^ np.int16(np.int16(best >> np.int16(15)) & np.int16(0x7FFF)))
+    return bits_float(np.uint32(back) << np.uint32(16)), largest > np.int16(0x7F80)
+
+
+def top_of(values):
+    """`_top` of what a slice holds. Compiled code only."""
+    raise NotImplementedError
+
+
+@overload(top_of)
+def _top_of(values):
+    if values.dtype == types.uint16:
+        return lambda values: _top_bf16(values)
+    return lambda values: _top(values)
+
+
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def argmax_rows(logits):
-    """float32 [rows, V] -> int64 [rows]: the largest, the lowest id among equals; -1 where it is not finite or a NaN is in the row."""
+    """float32 (or bfloat16 as uint16) [rows, V] -> int64 [rows]: the largest, the lowest id among equals; -1 where it is not finite or a
+    NaN is in the row."""
     num_rows, vocab_size = logits.shape
     tokens = np.empty(num_rows, np.int64)
     for row in prange(num_rows):
         values = logits[row]
         top, top_start, is_bad = np.float32(-np.inf), 0, False
         for start in range(0, vocab_size, _CHUNK):
-            chunk_top, has_nan = _top(values[start : start + _CHUNK])
+            chunk_top, has_nan = top_of(values[start : start + _CHUNK])
             is_bad |= has_nan
             if chunk_top > top:
                 top, top_start = chunk_top, start
@@ -56,7 +84,7 @@ def argmax_rows(logits):
         if not is_bad and np.isfinite(top):
             chunk = values[top_start : top_start + _CHUNK]
             for i in range(chunk.shape[0]):
-                if chunk[i] == top:
+                if widen(chunk[i]) == top:
                     tokens[row] = top_start + i
                     break
     return tokens

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from dspark.kernels.cpu.views import KINDS, as_array
 from dspark.runtime.sampling.draw import argmax_rows, draw_rows, top2_gaps
 from dspark.runtime.sampling.filters import usable_temperature
 from dspark.runtime.sampling.penalties import changes_logits, process_row
@@ -59,9 +60,11 @@ class Sampler:
 
         Raises MachineError for a row with a NaN or without a finite best logit: any token for it would be an invented one.
         """
+        if not self.record_gaps and all(_takes_the_best(seq) for seq in sequences):
+            stored = logits if logits.dtype in KINDS else logits.float()
+            return _checked(argmax_rows(as_array(stored.cpu())), sequences).tolist(), None
         wide, tokens = self._best(logits, sequences)
-        if (tokens < 0).any():
-            raise _no_finite_logits(sequences[int(np.argmax(tokens < 0))])
+        _checked(tokens, sequences)
         gaps = top2_gaps(wide, tokens).tolist() if self.record_gaps else None
         return self._drawn(wide, tokens, sequences), gaps
 
@@ -87,6 +90,19 @@ class Sampler:
             options = draw_options(random_rows, sequences)
             best[options.rows] = draw_rows(wide, best, options)
         return best.tolist()
+
+
+def _takes_the_best(seq: RowContext) -> bool:
+    """Whether a row's token is that of its largest logit as the model gives them: then they need not be widened to float32."""
+    params = seq.request.params
+    return params.is_greedy and not changes_logits(params, seq.num_output_tokens)
+
+
+def _checked(tokens: np.ndarray, sequences: Sequence[RowContext]) -> np.ndarray:
+    """The best tokens. Raises MachineError where there is none."""
+    if (tokens < 0).any():
+        raise _no_finite_logits(sequences[int(np.argmax(tokens < 0))])
+    return tokens
 
 
 def draw_options(rows: list[int], sequences: Sequence[RowContext]) -> DrawOptions:

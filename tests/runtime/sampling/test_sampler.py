@@ -85,11 +85,24 @@ def test_every_float_type_is_sampled_as_float32(dtype: torch.dtype) -> None:
     assert sample(logits, mixed()) == sample(logits.float(), mixed())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_rows_are_not_widened_and_give_the_same_tokens(dtype: torch.dtype) -> None:
+    """Rows of greedy requests are searched as they are stored; beside a row that draws, or with gaps recorded, as float32."""
+    logits = rows(5).to(dtype)
+    logits[4] = torch.where(logits[4] > 0, -0.0, logits[4])  # the largest is zero, of either sign
+    sequences = [sequence(i) for i in range(5)]
+    tokens = logits.float().argmax(-1).tolist()
+    assert Sampler(frozenset()).sample(logits.clone(), sequences) == (tokens, None)
+    assert Sampler(frozenset(), record_gaps=True).sample(logits.clone(), sequences)[0] == tokens
+    assert sample(logits, [*sequences[:4], sequence(4, temperature=1.0)])[:4] == tokens[:4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all nan", "all -inf"])
-def test_a_row_without_finite_logits_is_an_error_that_names_the_request(temperature: float, bad: float | str) -> None:
+def test_a_row_without_finite_logits_is_an_error_that_names_the_request(temperature: float, bad: float | str, dtype: torch.dtype) -> None:
     """It gave token 0 (greedy) or token -1 (at random) without a word."""
-    logits = rows(3)
+    logits = rows(3).to(dtype)
     if isinstance(bad, str):
         logits[1] = float(bad.removeprefix("all "))
     else:
