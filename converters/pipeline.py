@@ -18,6 +18,7 @@ from dspark.converters.lora.reader import LoraReader
 from dspark.converters.mapping import MappedModel, map_checkpoint, with_own_head
 from dspark.converters.packed import engine_names, engine_tensors, packed_config, refuse_packed
 from dspark.converters.quantize import CALIBRATED_METHODS, HEAD_MODULE, QuantPlan, QuantRequest, plan_quantization, quantized_tensors
+from dspark.converters.quantizers.kv_cache import few_tokens_note
 from dspark.converters.threads import one_torch_thread
 from dspark.converters.writer import EngineWriter, check_target, hash_file
 from dspark.runtime.spec.errors import UsageError
@@ -146,6 +147,7 @@ def _write(job: _Job, tensors: Tensors, names: list[str]) -> Result:
                 if job.progress is not None:
                     job.progress(done, len(names), name)
         notes += plan.notes if plan else []
+        notes += few_tokens_note(plan.kv_cache) if plan and plan.kv_cache else []
         measured = plan.quality if plan else getattr(model.reader, "quality", dict)
         record: dict[str, Any] = {"lineage": lineage(model), "notes": tuple(notes), "quality": measured()}
         record["kv_cache"] = carried.config or (plan.kv_cache if plan else None)

@@ -20,9 +20,14 @@ if TYPE_CHECKING:
 DEFAULT_GRANULARITY = "channel"
 DEFAULT_MARGIN = 1.1
 """Room above the largest magnitude seen: other text exceeds it here and there, and a number past the end loses more than a wider step."""
+COMMON_QUANTILE = 0.9
+"""A channel's range is at least this quantile of its head's ranges: the largest tenth, where outliers are, have a range each, the others
+nearly one in common. Text unlike the calibration's (or much more of it) moves the small ranges most. On SmolLM2-135M, 154 tokens of chat
+and then Python's reference: a mean KL of 0.006 instead of 0.058; with 8192 tokens of the like, 0.0014 instead of 0.0010."""
 SMALLEST_SHARE = 1 / 256
-"""A channel's range is at least this share of its head's: one that was silent in calibration may speak later, and the steps of so small a
-range cost nothing beside those of the others."""
+"""Of its head's largest range, where nearly all channels of a head were silent."""
+FEW_TOKENS = 2048
+"""Below so many, ranges are still far from those of other text."""
 
 
 def kv_cache_config(
@@ -47,10 +52,18 @@ def kv_scales(absmax: torch.Tensor, config: KVCacheConfig) -> torch.Tensor:
     heads = absmax.float().amax(1, keepdim=True)
     heads = torch.where(heads > 0, heads, 1.0)
     if config.granularity == "channel":
-        reach = torch.maximum(absmax.float(), heads * SMALLEST_SHARE)
+        common = absmax.float().quantile(COMMON_QUANTILE, dim=1, keepdim=True, interpolation="lower")
+        reach = torch.maximum(absmax.float(), torch.maximum(common, heads * SMALLEST_SHARE))
     else:
         reach = (heads if config.granularity == "head" else heads.amax().expand_as(heads)).expand_as(absmax)
     return (reach * (config.margin / limit)).contiguous()
+
+
+def few_tokens_note(config: KVCacheConfig) -> list[str]:
+    """What the user should know of a calibration that saw little text."""
+    if config.method != "absmax" or config.num_tokens >= FEW_TOKENS:
+        return []
+    return [f"the KV cache is calibrated on {config.num_tokens} tokens; {FEW_TOKENS} or more are needed for scales that fit other text"]
 
 
 class KVObserver:

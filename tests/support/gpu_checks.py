@@ -24,6 +24,7 @@ from kernel_cases import (
     run,
     wna16_linear_args,
 )
+from kv_engines import calibrated
 from tolerances import assert_matches
 
 from dspark.kernels.dispatch import decline_reason, implementation
@@ -110,6 +111,9 @@ def gpu_engine_checks() -> list[Check]:
     for family, dtype, scheme, overrides in table:
         name = f"engine-{family}-{dtype}{'' if scheme is None else '-' + scheme}"
         checks.append(Check(name, partial(engine_check, family, dtype, scheme, {"device": "cuda"}, overrides)))
+    for cache in ("int8", "fp8"):
+        check = partial(engine_check, "llama", "float32", None, {"device": "cuda"}, wide, cache=cache)
+        checks.append(Check(f"engine-llama-float32-{cache}-cache", check))
     return checks
 
 
@@ -121,10 +125,16 @@ def engine_check(
     overrides: dict[str, Any],
     interpreted: bool = False,
     tokens: int = 16,
+    cache: str | None = None,
 ) -> str:
-    """The engine with `settings` gives the tokens of the engine on the CPU with reference kernels, or differs first at a near-tie."""
+    """The engine with `settings` gives the tokens of the engine on the CPU with reference kernels, or differs first at a near-tie.
+
+    cache: "int8" or "fp8" for an engine that is calibrated for such a KV cache.
+    """
     with tempfile.TemporaryDirectory() as folder:
         engine_dir = write_tiny_engine(Path(folder), family, dtype, scheme, overrides)
+        if cache is not None:
+            engine_dir = calibrated(engine_dir, Path(folder) / cache, cache, [[(11 * i) % 300 + 5 for i in range(200)]])
         want = generate(engine_dir, {"device": "cpu", "kernels": "reference"}, tokens)
         actual = generate(engine_dir, settings, tokens, interpreted)
     near_tie = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 0.25}[dtype]

@@ -29,13 +29,15 @@ CASES: list[Case] = [
 ]
 KERNEL_CHECKS: list[tuple[Case, str]] = [(case, dtype) for case in CASES for dtype in DTYPES]
 _WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
-ENGINE_CHECKS: dict[str, tuple[str, str, str | None, dict[str, Any]]] = {
-    "engine-llama-w4a16": ("llama", "float32", "w4a16", _WIDE),
-    "engine-mistral-w8a16": ("mistral", "float32", "w8a16", {}),
-    "engine-qwen3-fp16": ("qwen3", "float16", None, {}),
-    "engine-qwen2": ("qwen2", "float32", None, {}),
+ENGINE_CHECKS: dict[str, tuple[str, str, str | None, dict[str, Any], str | None]] = {
+    "engine-llama-w4a16": ("llama", "float32", "w4a16", _WIDE, None),
+    "engine-mistral-w8a16": ("mistral", "float32", "w8a16", {}, None),
+    "engine-qwen3-fp16": ("qwen3", "float16", None, {}, None),
+    "engine-qwen2": ("qwen2", "float32", None, {}, None),
+    "engine-llama-int8-cache": ("llama", "float32", None, _WIDE, "int8"),
+    "engine-llama-fp8-cache": ("llama", "float32", None, _WIDE, "fp8"),
 }
-"""Name -> family, dtype, scheme, changes to the tiny model (as `engine_check` takes them)."""
+"""Name -> family, dtype, scheme, changes to the tiny model, KV cache (as `engine_check` takes them)."""
 
 
 def check_id(case: Case, dtype: str) -> str:
@@ -54,8 +56,8 @@ def checks(names: list[str]) -> dict[str, Callable[[], Any]]:
     """The named checks."""
     settings = {"device": "cpu", "kernels": "triton"}
     known: dict[str, Callable[[], Any]] = {
-        name: partial(engine_check, family, dtype, scheme, settings, overrides, interpreted=True, tokens=4)
-        for name, (family, dtype, scheme, overrides) in ENGINE_CHECKS.items()
+        name: partial(engine_check, family, dtype, scheme, settings, overrides, interpreted=True, tokens=4, cache=cache)
+        for name, (family, dtype, scheme, overrides, cache) in ENGINE_CHECKS.items()
     }
     kernels = {check_id(case, dtype): partial(check_kernel, case, DTYPES[dtype]) for case, dtype in KERNEL_CHECKS}
     known |= kernels

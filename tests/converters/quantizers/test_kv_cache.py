@@ -7,11 +7,12 @@ import torch
 from engine_runs import tiny_engine
 from kv_engines import observe
 
-from dspark.converters.quantizers.kv_cache import KVObserver, kv_cache_config, kv_scales
+from dspark.converters.quantizers.kv_cache import KVObserver, few_tokens_note, kv_cache_config, kv_scales
 from dspark.kernels.ops import KernelFacts, Kernels
 from dspark.runtime.spec.errors import InputError
 
 ABSMAX = torch.tensor([[2.0, 8.0], [0.0, 1.0], [0.0, 0.0]])
+"""Three heads of two channels: the smaller one is the quantile of a head."""
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,18 @@ def test_scales_by_hand(dtype: str, granularity: str, margin: float, want: list[
     scales = kv_scales(ABSMAX, kv_cache_config(dtype, granularity, margin))
     torch.testing.assert_close(scales, torch.tensor(want))
     assert scales.dtype == torch.float32 and scales.is_contiguous()
+
+
+def test_only_outliers_have_a_scale_of_their_own() -> None:
+    """Eleven channels: the tenth in size, 5, is the range of all that are smaller; a small range saturates on other text first."""
+    absmax = torch.tensor([[0.0, 1.0, 2.0, 3.0, 90.0, 4.0, 4.5, 0.5, 5.0, 1.5, 2.5]])
+    scales = kv_scales(absmax, kv_cache_config("int8", margin=1.0)) * 127
+    torch.testing.assert_close(scales, torch.where(absmax == 90, 90.0, 5.0))
+
+
+def test_little_text_is_noted() -> None:
+    assert few_tokens_note(kv_cache_config("int8", num_tokens=2048)) == []
+    assert "calibrated on 154 tokens" in few_tokens_note(kv_cache_config("int8", num_tokens=154))[0]
 
 
 @pytest.mark.parametrize(("dtype", "granularity", "margin"), [("int4", "head", 1.0), ("int8", "token", 1.0), ("int8", "head", 0.9)])
