@@ -21,7 +21,8 @@ from dspark.runtime.spec.manifest import EngineManifest, load_manifest
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.request import Completion, Request, RequestOutput
 from dspark.runtime.spec.sampling_params import SamplingParams
-from dspark.runtime.speculation.build import build_speculator
+from dspark.runtime.speculation.build import build_speculator, drafter_builder
+from dspark.runtime.speculation.choice import Choice, choose_speculation
 
 
 @dataclass
@@ -50,7 +51,15 @@ class Engine:
     add() queues, step() runs one step and returns what it finished, drain() runs to the end.
     """
 
-    def __init__(self, manifest: EngineManifest, config: EngineConfig, executor: Executor, codec: TextCodec, max_model_len: int) -> None:
+    def __init__(
+        self,
+        manifest: EngineManifest,
+        config: EngineConfig,
+        executor: Executor,
+        codec: TextCodec,
+        max_model_len: int,
+        choice: Choice | None = None,
+    ) -> None:
         model = manifest.model
         self.manifest = manifest
         self.config = config
@@ -62,7 +71,10 @@ class Engine:
         self.kv = KVCacheManager(
             executor.num_blocks, config.block_size, config.enable_prefix_caching, spare_untouched=executor.device == "cpu"
         )
-        self.speculator = build_speculator(manifest, config)
+        self._clock = time.process_time if executor.device == "cpu" else time.perf_counter  # other programs' load is no cost of ours
+        choice = choice if choice is not None else choose_speculation(config, None)
+        drafter = (executor.draft_tokens, executor.draft) if executor.draft_tokens else None
+        self.speculator = build_speculator(manifest, config, choice, drafter, executor.machine, self._clock)
         self.scheduler = Scheduler(
             self.kv,
             config.max_num_seqs,
@@ -74,7 +86,6 @@ class Engine:
         )
         self._groups: dict[int, _Group] = {}
         self._num_added = 0
-        self._clock = time.process_time if executor.device == "cpu" else time.perf_counter  # other programs' load is no cost of ours
         self._counters = _Counters()
 
     @classmethod
@@ -87,8 +98,10 @@ class Engine:
         """
         manifest = load_manifest(engine_dir)
         max_model_len = resolve_max_model_len(manifest.model, config.max_model_len)
-        executor = SingleExecutor(Path(engine_dir), manifest, config, max_model_len, record_gaps, interpreted)
-        return cls(manifest, config, executor, codec, max_model_len)
+        choice = choose_speculation(config, Path(engine_dir))
+        builder = drafter_builder(choice, config, codec)
+        executor = SingleExecutor(Path(engine_dir), manifest, config, max_model_len, record_gaps, interpreted, builder)
+        return cls(manifest, config, executor, codec, max_model_len, choice)
 
     @property
     def num_unfinished(self) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
+from dspark.runtime.scheduling.sequence import Sequence
+from dspark.runtime.speculation.draft import Draft
+from dspark.runtime.speculation.pairing import Machine
 
 
 class Executor(Protocol):
@@ -18,6 +21,17 @@ class Executor(Protocol):
 
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         """Run one step to its end."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """The longest draft of its drafter, 0 without one."""
+
+    def draft(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
+        """Drafts of its drafter, see `speculation.drafter.Drafter.draft`."""
+
+    @property
+    def machine(self) -> Machine:
+        """What its step times hold for."""
 
     def cache_salt(self, prompt_len: int) -> int:
         """What a sequence's keys depend on besides its tokens (see kv.PrefixIndex.root)."""

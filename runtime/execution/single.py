@@ -24,6 +24,7 @@ from dspark.runtime.spec.kv_cache import choose_cache_dtype
 from dspark.runtime.spec.manifest import EngineManifest
 from dspark.runtime.speculation.draft import Draft
 from dspark.runtime.speculation.drafter import Drafter
+from dspark.runtime.speculation.pairing import Machine, processor_name
 
 
 def usable_cores() -> int:
@@ -89,6 +90,15 @@ class SingleExecutor:
         drafts = drafter.draft(sequences, rooms)
         self._draft_s += time.perf_counter() - started
         return drafts
+
+    @property
+    def draft_tokens(self) -> int:
+        return self._runner.drafter.max_tokens if self._runner.drafter is not None else 0
+
+    @property
+    def machine(self) -> Machine:
+        processor = torch.cuda.get_device_name() if self.device == "cuda" else processor_name()
+        return Machine(processor, self.device, self.threads, self._dtype)
 
     def cache_salt(self, prompt_len: int) -> int:
         return self._rope.cache_salt(prompt_len)

@@ -42,6 +42,11 @@ class TextCodec:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Token string -> id, added tokens among them."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids that `decode(skip_special_tokens=True)` leaves out."""
         return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)

@@ -232,7 +232,7 @@ class Scheduler:
         """Take a running sequence's blocks; it will be computed from its first token again."""
         self.running.remove(seq)
         self._forget(seq)
-        seq.num_computed = 0
+        seq.num_computed = seq.drafter_len = 0
         seq.status = SequenceStatus.WAITING
         insort(self.waiting, seq, key=lambda s: s.rank)
 

@@ -19,11 +19,13 @@ class Sequence:
 
     token_ids: prompt and answer so far. num_computed: how many of them have their keys and values stored. cache_salt: see PrefixIndex.root.
     num_drafted, num_accepted: draft tokens that were verified for it, and those kept.
+    drafter_len: how many of its tokens are known to lie in the layers of a drafter that keeps count (see DraftModel).
     rope_len: the length that a rope which follows the sequence's length counts at least, for each of its tokens.
     """
 
     __slots__ = (
         "cache_salt",
+        "drafter_len",
         "finish_reason",
         "first_token_at_s",
         "index",
@@ -62,6 +64,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_drafted = 0
         self.num_accepted = 0
+        self.drafter_len = 0
         self.first_token_at_s = 0.0
         self.min_top2_gap: float | None = None
 

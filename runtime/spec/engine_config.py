@@ -9,15 +9,22 @@ from dspark.runtime.spec.errors import UsageError
 from dspark.runtime.spec.kv_cache import CACHE_CHOICES
 
 KERNEL_CHOICES = ("auto", "reference", "triton")
-SPECULATIVE_CHOICES = ("off", "auto", "ngram")
+SPECULATIVE_CHOICES = ("off", "auto", "ngram", "draft-model", "dspark", "dflash", "eagle3")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 TYPICAL_TOKENS_PER_SEQ = 512
 """Tokens of an ordinary prompt and answer."""
 
 
-def setting(default: Any, help: str, choices: tuple[Any, ...] = (), low: float | None = None, high: float | None = None) -> Any:
-    """An engine field with its help text and what is allowed."""
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+def setting(
+    default: Any,
+    help: str,
+    choices: tuple[Any, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """An engine field with its help text and what is allowed. metavar: what stands for the value in the help."""
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high, "metavar": metavar})
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,14 @@ class EngineConfig:
     deterministic: bool = setting(False, "batch-invariant arithmetic: the same bytes whatever the batch, order or pool size")
     seed: int = setting(0, "job seed of the random streams of lines without a seed", low=0, high=2**64 - 1)
     speculative: str = setting(
-        "off", "speculative decoding, which changes no text (auto: whatever pays at the present load)", choices=SPECULATIVE_CHOICES
+        "off",
+        "speculative decoding, which changes no text (auto: the engine's pairing, else ngram, as far as it pays at the present load)",
+        choices=SPECULATIVE_CHOICES,
     )
+    draft: str | None = setting(
+        None, "draft for --speculative: an engine, or the draft of a paired one (default: the engine's own)", metavar="DIR"
+    )
+    draft_memory: str | None = setting(None, "keep what n-gram drafts remember of answers in FILE, from job to job", metavar="FILE")
     num_speculative_tokens: int | None = setting(None, "most draft tokens of a sequence in a step (auto: chosen)", low=1, high=64)
     weight_shadow: bool = setting(False, "keep a bfloat16 copy of quantized weights for large batches (faster, more memory)")
 

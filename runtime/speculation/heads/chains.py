@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
-from dspark.runtime.sampling.filters import probabilities
+from dspark.runtime.sampling.filters import probabilities, usable_temperature
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.request import Request
@@ -20,7 +22,7 @@ _LEAST_SURVIVAL = 1e-6
 
 @dataclass
 class _Chain:
-    """A draft in the making. limit: most tokens. open: whether it can grow."""
+    """A draft in the making. limit: most tokens. survives: product of the survivals. open: whether it can grow."""
 
     seq: Sequence
     limit: int
@@ -29,6 +31,7 @@ class _Chain:
     survival: list[float] = field(default_factory=list)
     distributions: list[torch.Tensor] = field(default_factory=list)
     row: DraftedRow = field(init=False)
+    survives: float = 1.0
     open: bool = True
 
     def __post_init__(self) -> None:
@@ -41,11 +44,14 @@ class Chains:
 
     A token is what the target's sampler would draw from the draft's logits in its place: with the same options, and with the same noise,
     so that a draft is a function of its context and good drafts are accepted often. keep_distributions: for the rejection rule the noise
-    is another one, and the probabilities that each token was drawn from are kept.
+    is another one, and the probabilities that each token was drawn from are kept. least: a chain ends with the token at which the estimate
+    that all of it is accepted falls below this.
     """
 
-    def __init__(self, sampler: Sampler, sequences: list[Sequence], limits: list[int], keep_distributions: bool) -> None:
-        self._sampler, self._keep = sampler, keep_distributions
+    def __init__(
+        self, sampler: Sampler, sequences: list[Sequence], limits: list[int], keep_distributions: bool, least: float = 0.0
+    ) -> None:
+        self._sampler, self._keep, self._least = sampler, keep_distributions, least
         self._chains = [_Chain(seq, limit, _request(seq, keep_distributions)) for seq, limit in zip(sequences, limits, strict=True)]
 
     @property
@@ -53,10 +59,19 @@ class Chains:
         """The last token of each chain, the sequence's own newest one before the first."""
         return [chain.path[-1] if chain.path else chain.seq.token_ids[-1] for chain in self._chains]
 
-    def draw(self, logits: torch.Tensor, survival: list[float]) -> None:
-        """Lengthen every open chain by a token from its row of logits float32 [S, V] (changed in place)."""
-        tokens, processed = self._sampler.sample_drafts(logits, [chain.row for chain in self._chains])
-        for i, chain in enumerate(self._chains):
+    @property
+    def open_rows(self) -> list[int]:
+        """The chains that can grow."""
+        return [row for row, chain in enumerate(self._chains) if chain.open]
+
+    def draw(self, logits: torch.Tensor, survival: list[float] | None = None, rows: list[int] | None = None) -> None:
+        """Lengthen every open chain by a token from its row of logits float32 [S, V] (changed in place). survival: None takes the
+        probability of the draft's best token. rows: the chains that the logits are of, in their order; None for all."""
+        chains = self._chains if rows is None else [self._chains[row] for row in rows]
+        tokens, processed = self._sampler.sample_drafts(logits, [chain.row for chain in chains])
+        if survival is None:
+            survival = peaks(processed, [chain.request for chain in chains])
+        for i, chain in enumerate(chains):
             if not chain.open:
                 continue
             if tokens[i] < 0:
@@ -66,7 +81,8 @@ class Chains:
                 chain.distributions.append(_distribution(torch.from_numpy(processed[i]), tokens[i], chain.request))
             chain.path.append(tokens[i])
             chain.survival.append(min(max(survival[i], _LEAST_SURVIVAL), 1.0))
-            chain.open = len(chain.path) < chain.limit
+            chain.survives *= chain.survival[-1]
+            chain.open = len(chain.path) < chain.limit and chain.survives >= self._least
 
     @property
     def all_closed(self) -> bool:
@@ -78,6 +94,16 @@ class Chains:
             Draft(tuple(c.path), tuple(c.survival), source, None, torch.stack(c.distributions) if self._keep else None) if c.path else None
             for c in self._chains
         ]
+
+
+def peaks(logits: np.ndarray, requests: list[Request]) -> list[float]:
+    """Probability of the best token of each row float32 [S, V], at the request's temperature: how sure a draft is of itself."""
+    wide = torch.from_numpy(logits)
+    temperatures = [1.0 if request.params.is_greedy else usable_temperature(request.params.temperature) for request in requests]
+    if any(temperature != 1.0 for temperature in temperatures):
+        wide = wide / torch.tensor(temperatures)[:, None]
+    sure = (wide.amax(-1) - wide.logsumexp(-1)).exp()
+    return [value if math.isfinite(value) else 0.0 for value in sure.tolist()]
 
 
 def _request(seq: Sequence, other_stream: bool) -> Request:
