@@ -18,7 +18,6 @@ import torch
 from dspark.converters.calibration.layer_pass import STAGES, LayerPass, Slot
 from dspark.converters.calibration.scale_layer import ScaledLayer, scale_layer
 from dspark.converters.quantize import QuantPlan, finite_weight, layer_entry
-from dspark.converters.quantizers.awq import solver_options
 from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, quantizer
 from dspark.converters.quantizers.statistics import LayerStatistics, StatisticsAccumulator
 from dspark.kernels.ops import Kernels
@@ -122,7 +121,6 @@ class LayerQuantizer:
                 continue
             scheme, weight = self._plan.scheme_for(module), finite_weight(module, state[f"{module}.weight"])
             options = self._plan.solver or DEFAULTS
-            options = solver_options(module, options) if scheme.method == "awq" else options
             solved[module] = quantizer(scheme.method)(weight, scheme, observed.get(module), options)
             result.tensors |= solved[module].tensors(module)
             result.report[module] = layer_entry(solved[module], scheme)

@@ -3,9 +3,9 @@
     search_scales   one factor for each input channel of the linears that read one operation (`converters.scaling` moves them into it)
     quantize_awq    codes of one linear, scaled before or not, with a limit for each group of inputs
 
-The two do not know each other: scales may as well go before GPTQ.
-
-Errors come from second moments (`awq_errors`): nothing is run over tokens here.
+The two do not know each other: scales may as well go before GPTQ. Errors come from second moments (`awq_errors`): nothing is run over
+tokens here. In three things this is not AutoAWQ: no scaling at all is a candidate; scales are compared with the limits that follow (those
+that are best without limits are often no better than none once there are limits); and q and k are clipped like the others.
 
 N outputs, K inputs, G groups of g inputs, C candidates. Source: AWQ (arXiv 2306.00978), and the grids that AutoAWQ 0.2.9 searches.
 """
@@ -30,7 +30,6 @@ from dspark.runtime.spec.quant import QuantScheme
 
 RATIOS = tuple(step / 20 for step in range(20))
 """Exponents of the activations' magnitude that are tried."""
-UNCLIPPED = ("q_proj", "k_proj")
 FINALISTS = 2
 """Candidates whose error is computed in full: those with the best estimates, which leave out what two inputs have in common and try every
 second limit, in a tenth of the time."""
@@ -143,11 +142,6 @@ def quantize_awq(
         decibels(energy(problem.weight), energy(difference)),
         decibels(output_energy(problem.weight, hessian), output_energy(difference, hessian)),
     )
-
-
-def solver_options(module: str, options: SolverOptions) -> SolverOptions:
-    """The options for one module: q and k keep their whole range. What counts there is the product of both, not what each puts out."""
-    return replace(options, clip=False) if module.endswith(UNCLIPPED) else options
 
 
 def _clip_and_round(problem: Problem, scheme: QuantScheme, statistics: LayerStatistics) -> tuple[Codes, torch.Tensor]:

@@ -33,8 +33,7 @@ Measure = Callable[[torch.Tensor, torch.Tensor], float]
 class Reader:
     """A linear whose inputs get scales. weight float32 [N, K]; scheme it will have; statistics of its inputs (an expert has its own).
 
-    clip: its groups will be clipped (`solver_options`), and are in the search: scales that are best without limits are often no better than
-    none once there are limits.
+    clip: its groups will be clipped, and are in the search.
     """
 
     weight: torch.Tensor

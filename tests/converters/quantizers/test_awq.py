@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dspark.converters.quantizers import awq, awq_errors
-from dspark.converters.quantizers.awq import quantize_awq, search_scales, solver_options
+from dspark.converters.quantizers.awq import quantize_awq, search_scales
 from dspark.converters.quantizers.awq_errors import Reader, clip_search, output_errors
 from dspark.converters.quantizers.base import DEFAULTS
 from dspark.converters.quantizers.gptq import quantize_gptq
@@ -292,15 +292,11 @@ def test_codes_are_those_of_the_clipped_weight() -> None:
         assert result.sqnr_db == pytest.approx(float(10 * (w.square().sum() / error.square().sum()).log10()), abs=0.02)
 
 
-def test_q_and_k_keep_their_range() -> None:
-    """AutoAWQ clips neither: their outputs meet in a product."""
-    w, observed = weights(16)[0] ** 3 * 400, statistics_of(inputs())
-    layer = "model.layers.0.self_attn"
-    whole = quantize_awq(w, scheme(), observed, solver_options(f"{layer}.k_proj", DEFAULTS))
-    assert torch.equal(whole.weight.scales, quantize_rtn(w, scheme(), None, replace(DEFAULTS, clip=False)).weight.scales)
-    for module in (f"{layer}.v_proj", f"{layer}.o_proj", "model.layers.0.mlp.gate_proj"):
-        assert solver_options(module, DEFAULTS) is DEFAULTS
-    assert not torch.equal(quantize_awq(w, scheme(), observed).weight.scales, whole.weight.scales)
+def test_without_clipping_groups_keep_their_range() -> None:
+    w, observed, whole = weights(16)[0] ** 3 * 400, statistics_of(inputs()), replace(DEFAULTS, clip=False)
+    scales = quantize_awq(w, scheme(), observed, whole).weight.scales
+    assert torch.equal(scales, quantize_rtn(w, scheme(), None, whole).weight.scales)
+    assert not torch.equal(scales, quantize_awq(w, scheme(), observed).weight.scales)
 
 
 def test_without_tokens_it_rounds_and_says_so() -> None:
