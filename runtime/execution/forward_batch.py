@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dspark.kernels.ops import AttentionBatch
-from dspark.runtime.scheduling.plan import SchedulerOutput
+from dspark.kernels.batch import MAX_TREE_NODES
+from dspark.kernels.ops import AttentionBatch, TreeMask
+from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput
+from dspark.runtime.speculation.draft import Verified
 
 
 @dataclass
@@ -18,16 +20,20 @@ class ForwardBatch:
     rope_lengths int64 [T]: length of each token's sequence as dynamic rope and longrope count it: Sequence.rope_len (the prompt's),
     then position + 1. sample_rows int64 [rows]: tokens whose logits are wanted, in the order of SchedulerOutput.sampling: a sequence's
     newest token, then those of its draft.
+    slots_before int64 [T]: of a step with draft trees, the slot of the token before each one: of its parent, if it is a node, and its own
+    at position 0. None without trees: it is the one before in position.
     """
 
     token_ids: torch.Tensor
     rope_lengths: torch.Tensor
     sample_rows: torch.Tensor
     attention: AttentionBatch
+    slots_before: torch.Tensor | None = None
 
 
 def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> ForwardBatch:
-    """Lay the scheduled tokens out, sequence after sequence."""
+    """Lay the scheduled tokens out, sequence after sequence. The nodes of a draft lie in slots behind one another, in their own order; in a
+    tree their positions go by depth."""
     items = plan.scheduled
     counts = np.asarray([item.num_query_tokens for item in items], np.int64)
     computed = np.asarray([item.seq.num_computed for item in items], np.int64)
@@ -49,8 +55,13 @@ def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> 
         if item.draft:
             token_ids[query_start[i] + item.num_tokens : query_start[i + 1]] = item.draft.token_ids
     owner = np.repeat(np.arange(len(items)), counts)
-    positions = np.arange(token_ids.shape[0]) - query_start[owner] + computed[owner]
-    slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    indices = np.arange(token_ids.shape[0]) - query_start[owner] + computed[owner]
+
+    def slots(of: np.ndarray) -> np.ndarray:
+        return tables[owner, of // block_size].astype(np.int64) * block_size + of % block_size
+
+    trees = _Trees(items, query_start, context_lens, indices) if any(item.draft and item.draft.parents for item in items) else None
+    positions = indices if trees is None else trees.positions
     rope_lens = np.asarray([item.seq.rope_len for item in items], np.int64)
     ends = [np.arange(query_start[i] + item.num_tokens - 1, query_start[i + 1]) for i, item in enumerate(items) if item.samples]
     sample_rows = np.concatenate(ends).astype(np.int64) if ends else np.empty(0, np.int64)
@@ -66,9 +77,46 @@ def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> 
             query_start=put(query_start),
             context_lens=put(context_lens.astype(np.int32)),
             block_tables=put(tables),
-            slot_mapping=put(slots),
+            slot_mapping=put(slots(indices)),
             positions=put(positions),
             max_query_len=int(counts.max()),
             max_context_len=int(context_lens.max()),
+            tree=None if trees is None else TreeMask(put(trees.visible), put(trees.start)),
         ),
+        slots_before=None if trees is None else put(slots(trees.before)),
     )
+
+
+class _Trees:
+    """What a step with draft trees has besides. indices, before int64 [T]: key index of each token, and of the token before it."""
+
+    def __init__(self, items: list[ScheduledSequence], query_start: np.ndarray, context_lens: np.ndarray, indices: np.ndarray) -> None:
+        self.positions, self.before = indices.copy(), np.maximum(indices - 1, 0)
+        self.visible = np.zeros(indices.shape[0], np.int64)
+        self.start = context_lens.astype(np.int32)
+        for i, item in enumerate(items):
+            if item.draft is None or item.draft.parents is None:
+                continue
+            assert len(item.draft) <= MAX_TREE_NODES, "the tree has more nodes than a mask has bits"
+            nodes = slice(query_start[i + 1] - len(item.draft), query_start[i + 1])
+            masks = item.draft.masks()
+            start = int(context_lens[i]) - len(item.draft)
+            self.start[i] = start
+            self.visible[nodes] = masks
+            self.positions[nodes] = [start + mask.bit_count() - 1 for mask in masks]
+            self.before[nodes] = [start + parent for parent in item.draft.parents]  # ROOT is -1, and the newest token stands there
+
+
+def accepted_moves(sampling: list[ScheduledSequence], gained: list[Verified], block_size: int) -> list[tuple[int, int]]:
+    """(source slot, target slot) of accepted nodes that do not lie at their positions yet: none for chains, in path order for trees."""
+    moves = []
+    for item, verified in zip(sampling, gained, strict=True):
+        end, blocks = item.seq.num_computed + item.num_tokens, item.seq.table.blocks
+        for depth, node in enumerate(verified.nodes):
+            if node != depth:
+                moves.append((_slot(blocks, end + node, block_size), _slot(blocks, end + depth, block_size)))
+    return moves
+
+
+def _slot(blocks: list[int], index: int, block_size: int) -> int:
+    return blocks[index // block_size] * block_size + index % block_size

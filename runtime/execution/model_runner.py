@@ -6,18 +6,19 @@ import time
 
 import torch
 
-from dspark.runtime.execution.forward_batch import build_forward_batch
+from dspark.runtime.execution.forward_batch import accepted_moves, build_forward_batch
 from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder, KVCaches
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
 from dspark.runtime.speculation.drafter import Drafter
-from dspark.runtime.speculation.verify import verify_coupled
+from dspark.runtime.speculation.verify import Verify, verify_coupled
 
 
 class ModelRunner:
     """Model, KV pool and sampler of one device, and the drafter that reads the model's features if there is one.
 
+    verify: which of a draft's tokens are kept.
     forward_s: seconds spent in the model (not in building inputs or sampling). absorb_s: in the drafter after each step.
     """
 
@@ -30,6 +31,7 @@ class ModelRunner:
         block_size: int,
         device: str,
         drafter: Drafter | None = None,
+        verify: Verify = verify_coupled,
     ) -> None:
         self.model = model
         self.caches = caches
@@ -38,6 +40,7 @@ class ModelRunner:
         self.block_size = block_size
         self.device = device
         self.drafter = drafter
+        self.verify = verify
         self.forward_s = 0.0
         self.absorb_s = 0.0
         self.sampling_s = 0.0
@@ -62,9 +65,20 @@ class ModelRunner:
         logits = self.model.logits(hidden)
         computed = time.perf_counter()
         self.forward_s += computed - started
-        gained = verify_coupled(self.sampler, logits, sampling)
+        gained = self.verify(self.sampler, logits, sampling)
         self.sampling_s += time.perf_counter() - computed
+        self._move_accepted(accepted_moves(sampling, gained, self.block_size))
         return StepOutput(gained)
+
+    def _move_accepted(self, moves: list[tuple[int, int]]) -> None:
+        """Bring the keys and values of accepted nodes, which were computed for these very positions, to where their positions are."""
+        if not moves:
+            return
+        source, target = torch.tensor(moves, dtype=torch.int64, device=self.device).unbind(1)
+        for k_cache, v_cache in self.caches:
+            self.model.kernels.copy_slots(k_cache, v_cache, source, target)
+        if self.drafter is not None:
+            self.drafter.copy_slots(source, target)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if not copies:

@@ -44,19 +44,28 @@ class Draft:
         """Tokens from the anchor to a node: 1 for the anchor's children, 0 for ROOT."""
         return len(self.path(node))
 
+    def masks(self) -> list[int]:
+        """For each node the nodes on its path, itself among them, as bits (`kernels.batch.TreeMask`)."""
+        found: list[int] = []
+        for node in range(len(self)):
+            parent = self.parent(node)
+            found.append(1 << node | (found[parent] if parent >= 0 else 0))
+        return found
+
     def longest(self) -> int:
         """Most tokens that can be accepted."""
         return len(self) if self.parents is None else max((self.depth(node) for node in range(len(self))), default=0)
 
     def cut(self, num_nodes: int) -> Draft:
-        """The first nodes only; whole, since a node comes after its parent."""
+        """The first nodes only; whole, since a node comes after its parent. What is left of a tree may be a chain."""
         if num_nodes >= len(self):
             return self
+        parents = None if self.parents is None else self.parents[:num_nodes]
         return replace(
             self,
             token_ids=self.token_ids[:num_nodes],
             survival=self.survival[:num_nodes],
-            parents=None if self.parents is None else self.parents[:num_nodes],
+            parents=None if parents == tuple(range(-1, num_nodes - 1)) else parents,
             distributions=None if self.distributions is None else self.distributions[:num_nodes],
         )
 

@@ -46,6 +46,9 @@ class Drafter(Protocol):
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks int64 [n] in its layers, as the target's are copied."""
 
+    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what single slots int64 [n] hold, as the target's are: the accepted path of a tree moves to its positions."""
+
 
 class Proposer(Protocol):
     """Host side. name: stands in metrics. max_tokens: the longest draft."""

@@ -17,7 +17,7 @@ MEMORY_TOKENS = 1 << 18
 """Most tokens of finished answers that are remembered: some 40 MB."""
 MIN_MEMORY_MATCH = 3
 """Tokens of other lines have to match longer than the line's own before they are believed."""
-_LONG_MATCH = 8
+LONG_MATCH = 8
 
 
 class NgramProposer:
@@ -38,22 +38,26 @@ class NgramProposer:
         return [self._draft(seq, min(room, self.max_tokens)) for seq, room in zip(sequences, rooms, strict=True)]
 
     def _draft(self, seq: Sequence, room: int) -> Draft | None:
-        index = self._own.get(id(seq))
-        if index is None:
-            index = self._own[id(seq)] = SuffixIndex()
-        tokens = seq.token_ids
-        if len(index) < len(tokens):
-            index.extend(tokens[len(index) :])
+        index, tokens = self._index(seq), seq.token_ids
         place, length = index.find(tokens, len(tokens))
         found = index.tokens[place : place + room] if length else []
         source = "ngram"
-        if length < _LONG_MATCH:
+        if length < LONG_MATCH:
             elsewhere, longer = self.memory.find(tokens)
             if longer > max(length, MIN_MEMORY_MATCH - 1) and elsewhere < len(self.memory):
                 found, length, source = self.memory.tokens[elsewhere : elsewhere + room], longer, "memory"
         if not found:
             return None
-        return Draft(tuple(found), (), f"{source}-{min(length, _LONG_MATCH)}")
+        return Draft(tuple(found), (), f"{source}-{min(length, LONG_MATCH)}")
+
+    def _index(self, seq: Sequence) -> SuffixIndex:
+        """Of the sequence's own text, all of it entered."""
+        index = self._own.get(id(seq))
+        if index is None:
+            index = self._own[id(seq)] = SuffixIndex()
+        if len(index) < seq.num_tokens:
+            index.extend(seq.token_ids[len(index) :])
+        return index
 
     def learn(self, seq: Sequence, draft: Draft, verified: Verified) -> None:
         """Nothing: the text itself is what is looked up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 KEY_TOKENS = 2
 """Tokens that must be equal for a place to be found at all; longer matches among the places found win."""
@@ -48,23 +48,29 @@ class SuffixIndex:
         end: positions from there on do not count (the index holds the text itself: its own end is no match). Of equally long matches the
         latest wins.
         """
+        best, longest = -1, 0
+        for place, length in self.matches(text, end):
+            if length > longest:
+                best, longest = place, length
+        return best, longest
+
+    def matches(self, text: Sequence[int], end: int | None = None) -> Iterator[tuple[int, int]]:
+        """(position behind it, length) of matches with the end of `text`, the latest first, MAX_PLACES at most; `end` as in `find`."""
         if len(text) < KEY_TOKENS:
-            return -1, 0
+            return
         own = self.tokens
         limit = len(own) if end is None else end
         place = self._latest.get(text[-2] << _SHIFT | text[-1], -1)
-        best, longest, looked_at = -1, 0, 0
+        looked_at = 0
         while place > 0 and looked_at < MAX_PLACES:
             if place < limit:
                 length = KEY_TOKENS
                 most = min(MAX_MATCH, place, len(text))
                 while length < most and own[place - 1 - length] == text[-1 - length]:
                     length += 1
-                if length > longest:
-                    best, longest = place, length
+                yield place, length
                 looked_at += 1
             place = self._before[place - 1]
-        return best, longest
 
     def _drop_oldest(self) -> None:
         kept = self.tokens[len(self.tokens) // 2 :]

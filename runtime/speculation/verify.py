@@ -7,6 +7,8 @@ in its place. So what comes out is the text of plain decoding, whatever the draf
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from dspark.runtime.sampling.sampler import RowContext, Sampler
@@ -14,6 +16,9 @@ from dspark.runtime.scheduling.plan import ScheduledSequence
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.request import Request
 from dspark.runtime.speculation.draft import ROOT, Draft, Verified
+
+Verify = Callable[[Sampler, torch.Tensor, list[ScheduledSequence]], list[Verified]]
+"""logits [rows, V] of all rows of `rows_of`, sequence after sequence -> what each sequence gains"""
 
 
 class DraftedRow:

@@ -101,6 +101,9 @@ class BlockDrafter:
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self._pages.copy_blocks(source, target)
 
+    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._pages.copy_slots(source, target)
+
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
         """Write the context's keys and values of the step's tokens, of draft tokens too: those that are rejected are written over when
         the tokens in their places are known, and no pass sees them before."""

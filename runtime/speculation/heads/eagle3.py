@@ -118,14 +118,19 @@ class EagleDrafter:
         self._pages.copy_blocks(source, target)
         self._features[target] = self._features[source]
 
+    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._pages.copy_slots(source, target)
+        features = self._features.flatten(0, 1)
+        features[target] = features[source]
+
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
-        """Keep the step's fused features, and write the keys and values of its tokens' pairs. Draft tokens are taken for a chain: each one
-        follows the one before it."""
+        """Keep the step's fused features, and write the keys and values of its tokens' pairs; in a tree a token follows its parent."""
         assert features is not None
         attention, flat = batch.attention, self._features.flatten(0, 1)
         flat[attention.slot_mapping] = self._fusion(features)
         before = (attention.positions - 1).clamp(min=0)
-        previous = flat[slots_of(before, attention, self._features.shape[1])]
+        slots = slots_of(before, attention, self._features.shape[1]) if batch.slots_before is None else batch.slots_before
+        previous = flat[slots]
         previous = torch.where((attention.positions > 0)[:, None], previous, 0.0)  # nothing is before the first token
         x, _ = self._layer.inputs(previous, self._vocabulary.embed(batch.token_ids))
         self._layer.attention.store(x, *self._rope.lookup(before), self._pages.caches[0], attention.slot_mapping)

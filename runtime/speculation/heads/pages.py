@@ -41,6 +41,10 @@ class DraftPages:
         for k_cache, v_cache in self.caches:
             self.kernels.copy_blocks(k_cache, v_cache, source, target)
 
+    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        for k_cache, v_cache in self.caches:
+            self.kernels.copy_slots(k_cache, v_cache, source, target)
+
 
 @dataclass
 class DraftPass:

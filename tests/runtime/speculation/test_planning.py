@@ -117,4 +117,6 @@ def test_survival_of_a_tree_is_along_its_paths() -> None:
     assert chances(tree) == [0.5, 0.4, 0.25, 0.125]
     assert tree.path(3) == [0, 2, 3] and tree.depth(3) == 3 and tree.longest() == 3
     assert chances(chain(3)) == [0.5, 0.25, 0.125]
-    assert tree.cut(2).parents == (ROOT, 0) and len(tree.cut(9)) == 4
+    assert tree.cut(3).parents == (ROOT, 0, 0) and len(tree.cut(9)) == 4
+    assert tree.cut(2).parents is None, "what is left is a chain, which needs no mask"
+    assert tree.masks() == [0b1, 0b11, 0b101, 0b1101] and chain(2).masks() == [0b1, 0b11]
