@@ -23,11 +23,11 @@ class Speculates(Protocol):
 
     max_tokens: int
 
-    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int) -> list[Draft | None]:
+    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int, num_rows: int) -> list[Draft | None]:
         """A draft, or none, for each sequence, which is about to compute its newest token.
 
         rooms: most nodes that each draft may have; so many positions past the newest token are writable. num_planned: tokens that the
-        step computes without drafts.
+        step computes without drafts. num_rows: sequences that gain a token from it in any case.
         """
 
     def learn(self, seq: Sequence, draft: Draft, verified: Verified) -> None:
@@ -137,7 +137,8 @@ class Scheduler:
         offered = [(item, room) for item, room in zip(items, rooms, strict=True) if room > 0]
         if not offered:
             return
-        drafts = speculator.propose([item.seq for item, _ in offered], [room for _, room in offered], plan.num_tokens)
+        sequences, rooms = [item.seq for item, _ in offered], [room for _, room in offered]
+        drafts = speculator.propose(sequences, rooms, plan.num_tokens, len(plan.sampling))
         for (item, room), draft in zip(offered, drafts, strict=True):
             fitted = draft.cut(min(room, budget)) if draft is not None else None
             if fitted is not None and len(fitted):

@@ -54,22 +54,4 @@ def build_speculator(
     else:
         assert drafter is not None and clock is not None
         proposer = DrafterProposer(choice.method, *drafter, cost, clock, always=fixed is not None)
-    return Speculator([proposer], fixed, body_share(manifest), cost)
-
-
-def body_share(manifest: EngineManifest) -> float:
-    """Share of a token's multiplications that are done before the head."""
-    model = manifest.model
-    head = model.vocab_size * model.hidden_size
-    active = model.num_layers * _layer_weights(manifest)
-    return active / (active + head)
-
-
-def _layer_weights(manifest: EngineManifest) -> int:
-    model = manifest.model
-    attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    if model.num_experts:
-        width = model.experts_per_token * model.moe_intermediate_size + model.shared_expert_intermediate_size
-    else:
-        width = model.intermediate_size
-    return attention + 3 * model.hidden_size * width
+    return Speculator([proposer], fixed, cost)

@@ -11,21 +11,31 @@ from collections.abc import Callable, Sequence
 
 Seconds = Callable[[int], float]
 """tokens of a step -> its seconds"""
-MIN_GAIN = 1.02
+MIN_GAIN = 1.05
 """A step is made longer only when it commits so many times as many tokens per second as a plain one: estimates have errors."""
 
 
-def best_counts(survivals: Sequence[Sequence[float]], num_planned: int, seconds: Seconds, extra: float = 0.0) -> list[int]:
+def best_counts(
+    survivals: Sequence[Sequence[float]],
+    num_planned: int,
+    seconds: Seconds,
+    num_rows: int | None = None,
+    extra: float = 0.0,
+    most_tokens: int | None = None,
+) -> list[int]:
     """Nodes to verify of each draft: the choice with the most tokens per second, all zeros unless it beats plain decoding by MIN_GAIN.
 
     survivals: for each sequence the probability that each node is accepted with all before it on its path; nodes in an order that keeps
-    the first n of them whole. num_planned: tokens of the step without drafts, from R sequences among others. extra: seconds that drafting
-    has taken already. For drafts that are a function of the text before them (coupled and greedy ones) any choice is lossless.
+    the first n of them whole. num_planned: tokens of the step without drafts. num_rows: sequences that gain a token from it in any case,
+    default those with a draft. extra: seconds that drafting has taken already. most_tokens: no step is made longer than that. For drafts
+    that are a function of the text before them (coupled and greedy ones) any choice is lossless.
     """
     counts = [0] * len(survivals)
-    taken, best_rate = list(counts), MIN_GAIN * len(survivals) / seconds(num_planned)
-    expected, tokens = float(len(survivals)), num_planned
+    expected, tokens = float(len(survivals) if num_rows is None else num_rows), num_planned
+    taken, best_rate = list(counts), MIN_GAIN * expected / seconds(num_planned)
     for _, sequence, node in candidates(survivals):
+        if most_tokens is not None and tokens >= most_tokens:
+            break
         counts[sequence] = node + 1
         expected += survivals[sequence][node]
         tokens += 1

@@ -18,7 +18,9 @@ from dspark.runtime.speculation.acceptance import Acceptance
 from dspark.runtime.speculation.cost import StepCost
 from dspark.runtime.speculation.draft import Draft, Verified
 from dspark.runtime.speculation.drafter import Proposer
+from dspark.runtime.speculation.drafter_proposer import DrafterProposer
 from dspark.runtime.speculation.planner import best_counts
+from dspark.runtime.speculation.timeline import Timeline
 
 PATIENCE = 3
 """Drafts in a row of which nothing was accepted before a line pauses."""
@@ -28,6 +30,8 @@ IDLE_AFTER, IDLE_STRIDE = 16, 8
 PROBE_EVERY = 32
 """Of the looks at which nothing pays, one in so many verifies a short draft all the same: the job may have changed."""
 PROBE_TOKENS = 2
+PLAIN_EVERY = 24
+"""One step in so many goes without drafts, so that the price of plain decoding stays known."""
 
 
 @dataclass
@@ -41,29 +45,31 @@ class _Line:
 class Speculator:
     """proposers: asked in this order, each for the sequences that the ones before have nothing for.
 
-    fixed: verify so many tokens of every draft; None chooses by cost and acceptance. body_share: share of a token's work that is done
-    before the head; a step's work is counted in tokens that go through both.
+    fixed: verify so many tokens of every draft; None chooses by cost and acceptance. cost: known from an earlier run.
     """
 
-    def __init__(self, proposers: Rows[Proposer], fixed: int | None = None, body_share: float = 1.0, cost: StepCost | None = None) -> None:
+    def __init__(self, proposers: Rows[Proposer], fixed: int | None = None, cost: StepCost | None = None) -> None:
         self.proposers = list(proposers)
         self.fixed = fixed
         longest = max(proposer.max_tokens for proposer in self.proposers)
         self.max_tokens = longest if fixed is None else min(longest, fixed)
         self.cost = cost if cost is not None else StepCost()
         self.acceptance = Acceptance()
-        self._body_share = body_share
         self._lines: dict[int, _Line] = {}
         self._owners: dict[str, Proposer] = {}
         self._steps = self._idle = self._looks_without = 0
         self.num_rounds = self.num_drafted = self.num_accepted = 0
+        self.num_rows = self.num_verify_steps = 0
+        self.verify_s = 0.0
         self._lengths: dict[int, int] = {}
+        self._timeline = Timeline()
 
-    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int) -> list[Draft | None]:
+    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int, num_rows: int) -> list[Draft | None]:
         """See `scheduler.Speculates`."""
         self._steps += 1
         drafts: list[Draft | None] = [None] * len(sequences)
-        if self.fixed is None and (not self.cost.is_known or (self._idle >= IDLE_AFTER and self._steps % IDLE_STRIDE)):
+        skipped = self._idle >= IDLE_AFTER and self._steps % IDLE_STRIDE
+        if self.fixed is None and (skipped or self._steps % PLAIN_EVERY == 1):
             return drafts
         asked = [i for i, seq in enumerate(sequences) if self._may_draft(seq)]
         for proposer in self.proposers:
@@ -73,7 +79,7 @@ class Speculator:
                     if draft is not None:
                         drafts[i] = self._with_survival(draft)
                         self._owners[draft.source] = proposer
-        return self._cut(drafts, num_planned)
+        return self._cut(drafts, num_planned, num_rows)
 
     def _with_survival(self, draft: Draft) -> Draft:
         """The draft with learned estimates where its proposer has none of its own."""
@@ -83,7 +89,7 @@ class Speculator:
         rates_by_node = rates if draft.parents is None else [rates[draft.depth(node) - 1] for node in range(len(draft))]
         return Draft(draft.token_ids, tuple(rates_by_node), draft.source, draft.parents, draft.distributions)
 
-    def _cut(self, drafts: list[Draft | None], num_planned: int) -> list[Draft | None]:
+    def _cut(self, drafts: list[Draft | None], num_planned: int, num_rows: int) -> list[Draft | None]:
         if self.fixed is not None:
             return [draft.cut(self.fixed) if draft is not None else None for draft in drafts]
         present = [i for i, draft in enumerate(drafts) if draft is not None]
@@ -91,7 +97,9 @@ class Speculator:
             self._idle += 1
             return drafts
         survivals = [chances(draft) for draft in drafts if draft is not None]
-        counts = best_counts(survivals, num_planned, self.cost.estimate)
+        if not self.cost.is_known:
+            return self._first(drafts, present)
+        counts = best_counts(survivals, num_planned, self.cost.estimate, num_rows, most_tokens=self.cost.reach(num_planned))
         if not any(counts):
             self._idle += 1
             self._looks_without += 1
@@ -106,6 +114,12 @@ class Speculator:
                 cut[i] = draft.cut(count)
         return cut
 
+    def _first(self, drafts: list[Draft | None], present: list[int]) -> list[Draft | None]:
+        """One short draft: the step that verifies it is the second point that an estimate needs."""
+        tried = next(i for i in present)
+        found = drafts[tried]
+        return [found.cut(PROBE_TOKENS) if i == tried and found is not None else None for i in range(len(drafts))]
+
     def _may_draft(self, seq: Sequence) -> bool:
         line = self._lines.get(id(seq))
         if line is None or line.pause == 0:
@@ -119,6 +133,7 @@ class Speculator:
         self.num_rounds += 1
         self.num_drafted += len(draft)
         self.num_accepted += verified.num_accepted
+        self._timeline.kept(verified.num_accepted)
         self._lengths[len(draft)] = self._lengths.get(len(draft), 0) + 1
         seq.num_drafted += len(draft)
         seq.num_accepted += verified.num_accepted
@@ -137,10 +152,17 @@ class Speculator:
             proposer.forget(seq)
 
     def timed(self, plan: SchedulerOutput, seconds: float) -> None:
-        """Take in what a step cost. Its work is counted in whole tokens: those that only fill the cache do not go through the head."""
-        rows = sum(1 + len(item.draft or ()) for item in plan.sampling)
-        work = plan.num_tokens * self._body_share + rows * (1.0 - self._body_share)
-        self.cost.observe(_bucket(work), seconds)
+        """Take in what a step cost, if it only decodes and verifies: one that fills the cache takes few of its tokens through the head."""
+        sequences = len(plan.sampling)
+        drafted = sum(len(item.draft or ()) for item in plan.sampling)
+        self.num_rows += sequences
+        self._timeline.add(sequences, drafted)
+        if drafted:
+            self.num_verify_steps += 1
+            self.verify_s += seconds
+        rows = sequences + drafted
+        if rows == plan.num_tokens:
+            self.cost.observe(_bucket(rows), seconds)
 
     def metrics(self) -> dict[str, Any]:
         """Counters of the run, JSON-ready."""
@@ -153,7 +175,17 @@ class Speculator:
             "mean_accepted_length": round(1 + self.num_accepted / self.num_rounds, 4) if self.num_rounds else None,
             "verified_lengths": {str(length): count for length, count in sorted(self._lengths.items())},
             "acceptance": self.acceptance.record(),
+            "tokens_per_step": round(1 + self.num_accepted / self.num_rows, 4) if self.num_rows else None,
+            "verify_steps": self.num_verify_steps,
+            "verify_s": round(self.verify_s, 4),
             "step_cost_ms": self.cost.record(),
+            "over_time": self._timeline.record(),
+            **{
+                key: value
+                for proposer in self.proposers
+                if isinstance(proposer, DrafterProposer)
+                for key, value in proposer.metrics().items()
+            },
         }
 
 
@@ -168,8 +200,6 @@ def chances(draft: Draft) -> list[float]:
     return found
 
 
-def _bucket(work: float) -> int:
-    """Work rounded to a few sizes, eight to a doubling."""
-    if work <= 16:
-        return max(round(work), 1)
-    return round(2 ** (round(8 * math.log2(work)) / 8))
+def _bucket(tokens: int) -> int:
+    """A step's tokens rounded to a few sizes, eight to a doubling."""
+    return tokens if tokens <= 16 else round(2 ** (round(8 * math.log2(tokens)) / 8))

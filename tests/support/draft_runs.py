@@ -46,7 +46,7 @@ class MixedSpeculator:
     proposals: list[Proposal] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int) -> list[Draft | None]:
+    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int, num_rows: int) -> list[Draft | None]:
         drafts = self.executor.draft(sequences, rooms)
         for seq, room, draft in zip(sequences, rooms, drafts, strict=True):
             self.proposals.append(Proposal(seq.request, seq.index, list(seq.token_ids), room, draft))

@@ -121,7 +121,7 @@ class FakeSpeculator:
         self.learned: list[tuple[int, int]] = []
         self.held: set[int] = set()
 
-    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int) -> list[Draft | None]:
+    def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int, num_rows: int) -> list[Draft | None]:
         assert num_planned >= len(sequences) and all(seq.num_uncomputed == 1 for seq in sequences)
         self.held |= {id(seq) for seq in sequences}
         return [self.draft(seq, room) for seq, room in zip(sequences, rooms, strict=True)]

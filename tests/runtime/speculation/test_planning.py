@@ -84,19 +84,24 @@ def test_ties_keep_earlier_tokens_first() -> None:
 
 
 def test_step_costs_are_interpolated_and_never_fall() -> None:
+    """A large step that is cheap shows that a smaller one was disturbed."""
     cost = StepCost({1: 1.0, 8: 2.0})
     assert cost.estimate(1) == 1.0 and cost.estimate(8) == 2.0
     assert cost.estimate(4) == pytest.approx(1.0 + 3 / 7)
     assert cost.estimate(15) == pytest.approx(3.0)
-    cost.observe(16, 0.5)
-    assert cost.estimate(16) == 2.0
+    cost.observe(16, 1.5)
+    assert cost.estimate(8) == cost.estimate(16) == 1.5
     assert not StepCost({4: 1.0}).is_known
 
 
-def test_a_disturbed_step_moves_a_point_a_little() -> None:
+def test_disturbed_steps_do_not_count() -> None:
     cost = StepCost({1: 1.0, 8: 2.0})
-    cost.observe(1, 100.0)
-    assert cost.estimate(1) == pytest.approx(1.2)
+    for seconds in (9.0, 1.1, 30.0, 1.2):
+        cost.observe(1, seconds)
+    assert cost.estimate(1) == 1.1
+    for _ in range(9):
+        cost.observe(1, 1.5)
+    assert cost.estimate(1) == 1.5, "the machine has become slower"
 
 
 def test_acceptance_follows_what_happened_by_depth_and_source() -> None:
@@ -120,3 +125,16 @@ def test_survival_of_a_tree_is_along_its_paths() -> None:
     assert tree.cut(3).parents == (ROOT, 0, 0) and len(tree.cut(9)) == 4
     assert tree.cut(2).parents is None, "what is left is a chain, which needs no mask"
     assert tree.masks() == [0b1, 0b11, 0b101, 0b1101] and chain(2).masks() == [0b1, 0b11]
+
+
+def test_sequences_without_a_draft_count_too() -> None:
+    """One draft among many sequences: what it gains is small beside what all of them pay for a longer step."""
+    seconds = StepCost({32: 1.0, 33: 1.03}).estimate
+    assert best_counts([[0.6]], 1, lambda tokens: seconds(tokens + 31)) == [1]
+    assert best_counts([[0.6]], 32, seconds, num_rows=32) == [0]
+
+
+def test_no_step_is_made_much_longer_than_any_that_was_measured() -> None:
+    cost = StepCost({1: 1.0, 4: 1.0})
+    assert cost.reach(1) == 7 and cost.reach(40) == 41
+    assert best_counts([[0.99] * 15], 1, cost.estimate, most_tokens=cost.reach(1)) == [6]
