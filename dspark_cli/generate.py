@@ -166,11 +166,13 @@ def run_dry(console: Console, options: JobOptions, config: EngineConfig, samplin
     from dspark.runtime.jobs.scan import open_input
     from dspark.runtime.spec.kv_cache import choose_cache_dtype
     from dspark.runtime.spec.manifest import load_manifest
+    from dspark.runtime.speculation.choice import choose_speculation
 
     assert options.engine is not None
     open_input(options.input).close()
     manifest = load_manifest(options.engine)
     choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)
+    choose_speculation(config, options.engine)
     defaults = defaults_in_force(sampling, options.engine)
     builder = loaders.load_builder(options.engine, manifest, config, defaults)
     reporter = ConsoleReporter(console, options)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from dspark.runtime.spec.kv_cache import KVCacheConfig
 from dspark.runtime.spec.manifest import MANIFEST_NAME, EngineManifest, load_manifest
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.quant import QuantConfig
+from dspark.runtime.speculation.pairing import load_pairing
 from dspark_cli.console import Console
 from dspark_cli.convert import describe_scheme
 from dspark_cli.inspect_text import lines
@@ -67,9 +68,18 @@ def engine_facts(path: Path) -> dict[str, Any]:
         "audit": manifest.audit.get("summary", "not audited"),
         "audit_record": manifest.audit,
         "quality": quality or None,
+        "pairing": pairing_facts(path),
         "notes": list(manifest.notes),
         "schema_version": manifest.schema_version,
     }
+
+
+def pairing_facts(path: Path) -> dict[str, Any] | None:
+    """What `dspark pair` stored: the method, the draft it needs, what was measured and where."""
+    pairing = load_pairing(path)
+    if pairing is None:
+        return None
+    return {"draft_is_there": pairing.draft is None or (path / pairing.draft).is_dir(), **asdict(pairing)}
 
 
 def checkpoint_facts(path: Path) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def _model(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "made", " by ".join(part for part in (facts["created"], tools) if part)
         yield "audit", facts["audit"].removeprefix("audit ")
     yield from _quality(facts.get("quality") or {})
+    yield from _pairing(facts.get("pairing"))
     for note in facts["notes"]:
         yield "note", note
 
@@ -122,6 +123,19 @@ def _quality(quality: Facts) -> Iterator[tuple[str, str]]:
     if calibration:
         known = [f"{key.replace('_', ' ')} {value}" for key, value in calibration.items() if isinstance(value, str | int | float)]
         yield "calibrated", ", ".join(known)
+
+
+def _pairing(pairing: Facts | None) -> Iterator[tuple[str, str]]:
+    """What --speculative auto does, and what it was measured with."""
+    if pairing is None:
+        return
+    row = next((row for row in pairing["measured"] if row["method"] == pairing["method"]), None)
+    gain = f", {row['ratio']:.2f} times plain decoding at {row['tokens_per_step'] or 1.0:.2f} tokens a step" if row else ", not measured"
+    yield "drafts", f"{pairing['method']}{'' if pairing['method'] == 'off' else gain}"
+    machine = pairing["machine"]
+    yield "", f"  paired on {machine['processor']}, {machine['threads']} threads, {machine['dtype']}"
+    if not pairing["draft_is_there"]:
+        yield "MISSING", f"{pairing['draft']}/: pair the engine again"
 
 
 def _measured(evaluation: Facts) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from dspark.runtime.spec.request import Completion, Request, RequestOutput
 from dspark.runtime.spec.sampling_params import SamplingParams
 from dspark.runtime.speculation.build import build_speculator, drafter_builder
 from dspark.runtime.speculation.choice import Choice, choose_speculation
+from dspark.runtime.speculation.drafter import Proposer
+from dspark.runtime.speculation.ngram import NgramProposer, save_memory
 
 
 @dataclass
@@ -103,6 +105,12 @@ class Engine:
         executor = SingleExecutor(Path(engine_dir), manifest, config, max_model_len, record_gaps, interpreted, builder)
         return cls(manifest, config, executor, codec, max_model_len, choice)
 
+    def again(self, choice: Choice) -> Engine:
+        """Another engine over the same executor, which must be idle: an empty KV cache, new counters, and `choice` to speculate with."""
+        self.executor.use_drafter(choice.draft is not None)
+        config = replace(self.config, speculative="auto" if choice.method != "off" else "off", draft=None)
+        return Engine(self.manifest, config, self.executor, self.codec, self.max_model_len, choice)
+
     @property
     def num_unfinished(self) -> int:
         """Requests added and not yet returned."""
@@ -176,6 +184,20 @@ class Engine:
             "speculation": self.speculator.metrics() if self.speculator is not None else None,
         }
 
+    def finish(self) -> list[str]:
+        """Keep what drafts remember, when that was asked for. Returns why it could not be: a warning, the answers stand."""
+        memory = next((proposer.memory for proposer in self._proposers() if isinstance(proposer, NgramProposer)), None)
+        if self.config.draft_memory is None or memory is None:
+            return []
+        try:
+            save_memory(Path(self.config.draft_memory).expanduser(), memory)
+        except OSError as error:
+            return [f"the draft memory '{self.config.draft_memory}' was not kept ({error.strerror or error})"]
+        return []
+
+    def _proposers(self) -> list[Proposer]:
+        return self.speculator.proposers if self.speculator is not None else []
+
     def close(self) -> None:
         """Give memory and threads back."""
         self.executor.shutdown()
@@ -241,6 +263,8 @@ class Engine:
             first_token_at_s=min(s.first_token_at_s for s in sequences),
             finished_at_s=time.monotonic(),
             num_preemptions=sum(s.num_preemptions for s in sequences),
+            num_drafted=sum(s.num_drafted for s in sequences),
+            num_accepted=sum(s.num_accepted for s in sequences),
             min_top2_gap=min(gaps) if gaps else None,
         )
         self._counters.num_prompt_tokens += first.prompt_len

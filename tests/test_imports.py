@@ -20,7 +20,7 @@ DOORS = (
     "dspark.runtime.execution.loader",
     "dspark.runtime.execution.logits",
     "dspark.runtime.execution.memory",
-    "dspark.runtime.speculation.heads",
+    "dspark.runtime.speculation",
 )
 """Where converters may enter the runtime: what is served is what they calibrate and audit, the job's own lines among it."""
 

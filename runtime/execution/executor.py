@@ -29,6 +29,9 @@ class Executor(Protocol):
     def draft(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
         """Drafts of its drafter, see `speculation.drafter.Drafter.draft`."""
 
+    def use_drafter(self, used: bool) -> None:
+        """Whether the drafter it was made with takes part; without it a step costs what plain decoding does."""
+
     @property
     def machine(self) -> Machine:
         """What its step times hold for."""

@@ -73,7 +73,7 @@ class SingleExecutor:
         if drafter is not None:
             drafter.allocate(self.num_blocks)
         self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device, drafter)
-        self._draft_s = 0.0
+        self._drafter, self._draft_s = drafter, 0.0
         self._dtype = manifest.model.dtype
         self._cache_dtype = choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)
 
@@ -94,6 +94,9 @@ class SingleExecutor:
     @property
     def draft_tokens(self) -> int:
         return self._runner.drafter.max_tokens if self._runner.drafter is not None else 0
+
+    def use_drafter(self, used: bool) -> None:
+        self._runner.drafter = self._drafter if used else None
 
     @property
     def machine(self) -> Machine:

@@ -30,5 +30,8 @@ class EngineProtocol(Protocol):
     def metrics(self) -> dict[str, Any]:
         """Counters and choices of the run so far, JSON-ready (tokens, steps, KV use, preemptions, kernels, ...)."""
 
+    def finish(self) -> list[str]:
+        """A run is over, whole or stopped: keep what is for the next one. Returns what the user should know of it."""
+
     def close(self) -> None:
         """Give threads and memory back."""

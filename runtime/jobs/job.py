@@ -287,6 +287,8 @@ class _Job:
             self.stopped = runner.run(feed)
         finally:
             self.metrics.end_generate()
+            for warning in engine.finish():
+                self.reporter.warned(warning)
         self.engine_metrics = engine.metrics()
 
     def _is_late(self) -> bool:

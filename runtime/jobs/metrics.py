@@ -85,6 +85,9 @@ class RunMetrics:
     output_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    lines_by_acceptance: list[int] = field(default_factory=lambda: [0] * 10)
     ttft: Histogram = field(default_factory=Histogram)
     latency: Histogram = field(default_factory=Histogram)
     peak_anon_bytes: int = 0
@@ -105,6 +108,10 @@ class RunMetrics:
         self.output_tokens += sum(len(completion.token_ids) for completion in output.completions)
         self.cached_tokens += output.num_cached_tokens
         self.preemptions += output.num_preemptions
+        if output.num_drafted:
+            self.drafted_tokens += output.num_drafted
+            self.accepted_tokens += output.num_accepted
+            self.lines_by_acceptance[min(10 * output.num_accepted // output.num_drafted, 9)] += 1
         if output.first_token_at_s:
             self.ttft.add(output.first_token_at_s - output.added_at_s)
             self.first_token_at_s = min(self.first_token_at_s or output.first_token_at_s, output.first_token_at_s)
@@ -148,5 +155,11 @@ class RunMetrics:
             "ttft_s": self.ttft.summary(),
             "latency_s": self.latency.summary(),
             "preemptions": self.preemptions,
+            "speculation": {
+                "lines": sum(self.lines_by_acceptance),
+                "draft_tokens": self.drafted_tokens,
+                "accepted_tokens": self.accepted_tokens,
+                "lines_by_acceptance": self.lines_by_acceptance,
+            },
             "memory": {"peak_rss_bytes": memory_status(("VmHWM",)).get("VmHWM"), "peak_anon_bytes": self.peak_anon_bytes or None},
         }

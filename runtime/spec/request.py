@@ -38,6 +38,7 @@ class Completion:
 class RequestOutput:
     """A finished request, all its answers in index order.
 
+    num_drafted, num_accepted: draft tokens that were verified for its answers, and those kept.
     num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache. The times are seconds on the monotonic clock.
     """
 
@@ -49,4 +50,6 @@ class RequestOutput:
     first_token_at_s: float = 0.0
     finished_at_s: float = 0.0
     num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     min_top2_gap: float | None = field(default=None)

@@ -31,6 +31,8 @@ def choose_speculation(config: EngineConfig, engine_dir: Path | None) -> Choice:
     Raises UsageError for flags that do not go together, InputError for a draft that is none.
     """
     wanted = config.speculative
+    if config.draft_memory is not None and wanted not in ("auto", "ngram"):
+        raise UsageError(f"--draft-memory is given, but --speculative is {wanted}", "type --speculative ngram, or leave --draft-memory out")
     if wanted in ("off", "ngram"):
         if config.draft is not None:
             raise UsageError(f"--draft is given, but --speculative is {wanted}", "type --speculative auto, or leave --draft out")

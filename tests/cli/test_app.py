@@ -65,7 +65,16 @@ def test_every_command_has_the_common_flags() -> None:
 
 
 def test_commands_stand_in_the_order_of_the_work() -> None:
-    assert [command.name for command in app.registered_commands] == ["convert", "quantize", "eval", "export", "generate", "inspect", "doctor"]
+    assert [command.name for command in app.registered_commands] == [
+        "convert",
+        "quantize",
+        "eval",
+        "export",
+        "generate",
+        "pair",
+        "inspect",
+        "doctor",
+    ]
 
 
 @dataclass(frozen=True)

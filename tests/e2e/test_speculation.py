@@ -1,6 +1,5 @@
 """Speculative decoding changes no token: every family, every kind of draft, every option, small pools, samples and greedy."""
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,38 +7,15 @@ from typing import Any
 import pytest
 from engine_runs import texts, tiny_engine
 from scripted_proposer import KINDS, ScriptedProposer
+from speculation_lines import reasons, requests
 from tiny_models import FAMILIES
 
 from dspark.runtime.engine import Engine
 from dspark.runtime.jobs.tokenizer import load_codec
 from dspark.runtime.spec.engine_config import EngineConfig
-from dspark.runtime.spec.request import Request, RequestOutput
-from dspark.runtime.spec.sampling_params import SamplingParams
+from dspark.runtime.spec.request import RequestOutput
 from dspark.runtime.speculation.ngram import NgramProposer
 from dspark.runtime.speculation.speculator import Speculator
-
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 1.3, "top_k": 20, "min_p": 0.01, "n": 2},
-    {"repetition_penalty": 1.3},
-    {"presence_penalty": 0.7, "frequency_penalty": 0.4, "temperature": 1.0},
-    {"min_tokens": 9, "stop_token_ids": (5, 17, 80, 200)},
-    {"stop_token_ids": (11, 12, 13, 14), "logit_bias": ((12, 3.0),)},
-    {"ignore_eos": True, "max_tokens": 3},
-)
-
-
-def requests() -> list[Request]:
-    """Prompts that share beginnings, each with other options; repetitive ones, so that text says something about what follows."""
-    dice = random.Random(4)
-    shared = [dice.randrange(3, 320) for _ in range(20)]
-    made = []
-    for i in range(16):
-        own = [dice.randrange(3, 320) for _ in range(dice.randint(1, 6))] * 4
-        params = SamplingParams(**{"max_tokens": 24, **OPTIONS[i % len(OPTIONS)]})
-        made.append(Request(i, (shared if i % 3 else []) + own, params, draw_key=i))
-    return made
 
 
 def run(engine_dir: Path, proposer: Any = None, length: int | None = None, **config: Any) -> dict[int, RequestOutput]:
@@ -66,10 +42,6 @@ def llama(tmp_path_factory) -> Iterator[Path]:
 
 def answers_of(outputs: dict[int, RequestOutput]) -> dict[tuple[int, int], list[int]]:
     return {(key, c.index): c.token_ids for key, output in outputs.items() for c in output.completions}
-
-
-def reasons(outputs: dict[int, RequestOutput]) -> list[list[str]]:
-    return [[c.finish_reason for c in outputs[key].completions] for key in sorted(outputs)]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8])

@@ -68,6 +68,9 @@ class StandinEngine:
     _waiting: list[tuple[Request, float]] = field(default_factory=list)
     _left: dict[int, int] = field(default_factory=dict)
 
+    def finish(self) -> list[str]:
+        return []
+
     def add(self, request: Request) -> None:
         if bytes(request.prompt_token_ids).startswith(b"TOO BIG") and max(request.prompt_token_ids) < 256:
             raise RequestError("the request needs 99 KV blocks, allowed: 16, the whole pool", "kv_pool_too_small", "prompt")
