@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
-from dspark.converters.drafts.checkpoint import DraftCheckpoint
 from dspark.converters.safetensors_stream import SafetensorsStream, tensor_bytes
+from dspark.runtime.speculation.heads.config import DraftConfig
 from dspark.runtime.speculation.heads.stored import DRAFT_NAME, WEIGHTS_NAME, StoredDraft, StoredTensor
 from dspark.runtime.speculation.heads.tensors import draft_tensors
 
@@ -19,11 +19,30 @@ if TYPE_CHECKING:
     import torch
 
 
-def store_draft(draft: DraftCheckpoint, directory: Path, dtype: str, shared: Callable[[str], bool] | None = None) -> StoredDraft:
+class DraftSource(Protocol):
+    """A draft that fits its target: a checkpoint that was read, or one that was trained here. packaging: see StoredDraft."""
+
+    @property
+    def packaging(self) -> str: ...
+
+    @property
+    def config(self) -> DraftConfig: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor by its canonical name (see `draft_tensors`)."""
+
+
+def store_draft(
+    draft: DraftSource,
+    directory: Path,
+    dtype: str,
+    shared: Callable[[str], bool] | None = None,
+    lineage: dict[str, Any] | None = None,
+) -> StoredDraft:
     """Write the draft into an existing empty directory; draft.json comes last, without it nothing loads.
 
     dtype: of the weights, as the target's engine has them. shared: whether the target holds the very numbers of a tensor
-    (`embed_tokens.weight`, `lm_head.weight`), which is then left out.
+    (`embed_tokens.weight`, `lm_head.weight`), which is then left out. lineage: see StoredDraft.
     """
     import torch
 
@@ -44,6 +63,6 @@ def store_draft(draft: DraftCheckpoint, directory: Path, dtype: str, shared: Cal
         stream.abort()
         raise
     stream.close()
-    stored = StoredDraft(config, records, draft.packaging)
+    stored = StoredDraft(config, records, draft.packaging, lineage or {})
     (directory / DRAFT_NAME).write_text(json.dumps(stored.to_json(), indent=1) + "\n", encoding="utf-8")
     return stored

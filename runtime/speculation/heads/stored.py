@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,19 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredDraft:
-    """draft.json. packaging: what the draft was published as, for the record."""
+    """draft.json. packaging: what the draft was published as; lineage: what it was made from, JSON-ready. Both are for the record."""
 
     config: DraftConfig
     tensors: dict[str, StoredTensor]
     packaging: str = ""
+    lineage: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         tensors = {name: {"shape": list(record.shape), "xxh3": record.xxh3} for name, record in self.tensors.items()}
-        return {"schema_version": SCHEMA_VERSION, "packaging": self.packaging, "config": self.config.to_json(), "tensors": tensors}
+        data: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "packaging": self.packaging, "config": self.config.to_json()}
+        if self.lineage:
+            data["lineage"] = self.lineage
+        return {**data, "tensors": tensors}
 
 
 def load_stored(directory: Path) -> StoredDraft:
@@ -51,7 +55,7 @@ def load_stored(directory: Path) -> StoredDraft:
             hint = "install a dspark that reads it, or pair the engine again"
             raise InputError(f"'{path}' has schema {version}, this dspark reads {SCHEMA_VERSION.split('.')[0]}.x", hint)
         tensors = {name: StoredTensor(tuple(record["shape"]), record["xxh3"]) for name, record in data["tensors"].items()}
-        return StoredDraft(DraftConfig.from_json(data["config"]), tensors, str(data.get("packaging", "")))
+        return StoredDraft(DraftConfig.from_json(data["config"]), tensors, str(data.get("packaging", "")), dict(data.get("lineage", {})))
     except FileNotFoundError as error:
         raise InputError(f"'{directory}' has no {DRAFT_NAME}, so it holds no draft", _AGAIN) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
