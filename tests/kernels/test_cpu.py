@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from kernel_cases import ALL_CASES, Case, call, copied, expected, paged_attention_args, random_cases
+from kernel_cases import ALL_CASES, Case, call, copied, expected, paged_attention_args
+from random_kernel_cases import random_cases
 from tolerances import assert_matches
 from tree_cases import FORKS
 

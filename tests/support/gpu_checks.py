@@ -18,13 +18,13 @@ from kernel_cases import (
     Case,
     expected,
     paged_attention_args,
-    random_cases,
     rms_norm_args,
     rope_store_kv_args,
     run,
     wna16_linear_args,
 )
 from kv_engines import calibrated
+from random_kernel_cases import random_cases
 from tolerances import assert_matches
 
 from dspark.kernels.dispatch import decline_reason, implementation

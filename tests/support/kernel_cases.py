@@ -7,14 +7,13 @@ are compared by comparing two dicts. Linear ops are makers: their tuple is (weig
 
 import dataclasses
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from cache_cases import CACHE_SHAPES, MIXED, draw_caches, poisoned
-from tree_cases import TREE_SHAPES, copy_slots_args, random_tree, with_trees
+from tree_cases import TREE_SHAPES, copy_slots_args, with_trees
 
 from dspark.kernels.batch import AttentionBatch
 from dspark.kernels.dispatch import implementation
@@ -217,7 +216,7 @@ class Case:
 
 
 _FACT_DEFAULTS = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "block_size": 16}
-_MAKERS = {
+MAKERS = {
     "rms_norm": rms_norm_args,
     "add_rms_norm": add_rms_norm_args,
     "silu_and_mul": silu_and_mul_args,
@@ -310,7 +309,7 @@ _SHAPES |= {
     },
 }
 CASES: dict[str, list[Case]] = {
-    op: [Case(op, name, _MAKERS[op], shape) for name, shape in {**shapes, **CACHE_SHAPES.get(op, {}), **TREE_SHAPES.get(op, {})}.items()]
+    op: [Case(op, name, MAKERS[op], shape) for name, shape in {**shapes, **CACHE_SHAPES.get(op, {}), **TREE_SHAPES.get(op, {})}.items()]
     for op, shapes in _SHAPES.items()
 }
 ALL_CASES: list[Case] = [case for cases in CASES.values() for case in cases]
@@ -367,40 +366,3 @@ def expected(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.T
         return {"normed": args[0], "residual": args[1]}
     width = shape.get("hidden") or shape.get("intermediate") or shape["out_features"]
     return {"y": none.view(0, width)}
-
-
-def random_cases(op: str, seed: int, count: int) -> list[Case]:
-    """Cases of attention or wna16 with random shapes, small enough for an interpreter."""
-    rng = random.Random(seed)
-    cases = []
-    for index in range(count):
-        if op == "paged_attention":
-            longest = rng.choice([1, 1, 6, 40])
-            queries = [rng.randint(1, longest) for _ in range(rng.randint(1, 4))]
-            num_kv_heads, group = rng.choice([1, 2]), rng.choice([1, 2, 3, 4, 7, 8])
-            shape: dict[str, Any] = {
-                "sequences": [(n, n + rng.choice([0, 0, rng.randint(0, 130)])) for n in queries],
-                "num_heads": num_kv_heads * group,
-                "num_kv_heads": num_kv_heads,
-                "head_dim": rng.choice([16, 32, 64, 80, 96, 128]),
-                "block_size": rng.choice([8, 16, 32]),
-                "window": rng.choice([None, None, rng.randint(1, 90)]),
-                "softcap": rng.choice([0.0, 0.0, 2.0]),
-                "cache": rng.choice([None, None, "int8", "fp8"]),
-            }
-            if index % 3 == 0:
-                own = random.Random(1000 * seed + index)
-                shape["trees"] = [random_tree(own.randint(1, n), own) if n > 1 else None for n in queries]
-        else:
-            group_size = rng.choice([32, 64, 128])
-            shape = {
-                "num_tokens": rng.choice([1, 2, 16, 17, rng.randint(1, 130)]),
-                "in_features": group_size * rng.randint(1, 3),
-                "out_features": 8 * rng.randint(1, 20),
-                "bits": rng.choice([4, 8]),
-                "symmetric": rng.random() < 0.5,
-                "group_size": rng.choice([group_size, -1]),
-                "bias": rng.random() < 0.5,
-            }
-        cases.append(Case(op, f"random_{seed}_{index}", _MAKERS[op], shape))
-    return cases

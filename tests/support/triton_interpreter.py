@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from gpu_checks import engine_check
-from kernel_cases import ALL_CASES, Case, expected, random_cases, run
+from kernel_cases import ALL_CASES, Case, expected, run
+from random_kernel_cases import random_cases
 from tolerances import assert_matches
 
 from dspark.kernels.dispatch import decline_reason, implementation
