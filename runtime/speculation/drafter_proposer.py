@@ -35,11 +35,9 @@ class DraftTimes:
         self._seconds[size] = seconds if before is None else before + WEIGHT * (min(seconds, 3 * before) - before)
 
     def estimate(self, sequences: int) -> float | None:
-        """From the nearest size seen, None when nothing was; more sequences are taken to cost in proportion, fewer no less."""
-        if not self._seconds:
-            return None
-        size = min(self._seconds, key=lambda known: (abs(known.bit_length() - sequences.bit_length()), known))
-        return self._seconds[size] * max(1.0, sequences / size)
+        """The least that the sizes seen speak for, None when there are none: more sequences cost at most in proportion, fewer no more. So
+        a size whose first round caught up with long prompts is not believed for ever."""
+        return min((seconds * max(1.0, sequences / size) for size, seconds in self._seconds.items()), default=None)
 
     def record(self) -> dict[str, float]:
         """sequences -> milliseconds, JSON-ready."""

@@ -14,7 +14,7 @@ from dspark.runtime.speculation.confidence import Confidence
 from dspark.runtime.speculation.cost import StepCost
 from dspark.runtime.speculation.draft import Draft, Verified
 from dspark.runtime.speculation.draft_pages import SlotLedger
-from dspark.runtime.speculation.drafter_proposer import PROBE_EVERY, PROBE_SEQUENCES, DrafterProposer
+from dspark.runtime.speculation.drafter_proposer import PROBE_EVERY, PROBE_SEQUENCES, DrafterProposer, DraftTimes
 from dspark.runtime.speculation.timeline import MOST, Timeline
 
 
@@ -71,13 +71,21 @@ def test_where_nothing_pays_almost_nothing_is_drafted() -> None:
     assert asked.metrics()["declined"] > 9 * PROBE_EVERY
 
 
+def test_a_first_round_that_caught_up_with_prompts_is_not_believed_for_ever() -> None:
+    times = DraftTimes()
+    times.observe(32, 5.0)
+    times.observe(4, 0.01)
+    assert times.estimate(32) == 0.08  # in proportion to the smaller round
+    assert times.estimate(2) == 0.01
+
+
 def test_confidence_is_what_was_seen_not_what_is_claimed() -> None:
     confidence = Confidence()
     for _ in range(200):
         confidence.learn("a", (0.95,), Draft((1,), (0.5,), "a"), Verified([2]))
     assert confidence.survival("a", (0.95,))[0] < 0.05
     assert confidence.survival("b", (0.95,))[0] == 0.95  # of another kind nothing was seen
-    assert 0.1 < confidence.survival("a", (0.95, 0.95))[1] < 0.5 or confidence.survival("a", (0.95, 0.95))[1] < 0.1
+    assert confidence.survival("a", (0.95, 0.95))[1] < 0.1  # a depth that was not seen is as its bucket
 
 
 @settings(derandomize=True, deadline=None)
