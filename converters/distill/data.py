@@ -136,8 +136,8 @@ def split(lines: Sequence[AnsweredLine], prompts_digest: str, options: DistillOp
         notes.append(f"distill: {short} answers are shorter than {MIN_ANSWER_TOKENS} tokens and are left out")
     if len(usable) < MIN_LINES:
         raise InputError(f"{len(usable)} answers can be learned from, needed: at least {MIN_LINES}", "give it more prompts")
-    ranked = sorted(usable, key=lambda line: _key(line.request.prompt_token_ids))
-    count = sum(_key(line.request.prompt_token_ids) < options.held_out_share * 2**128 for line in ranked)
+    ranked = sorted(usable, key=_side)
+    count = sum(_side(line) < options.held_out_share * 2**128 for line in ranked)
     count = min(max(count, 1), len(ranked) - 1)
     return DistillData(ranked[count:], ranked[: min(count, options.max_held_out)], prompts_digest, tuple(notes))
 
@@ -164,6 +164,11 @@ def load_answers(path: Path, plan: dict[str, Any], requests: Sequence[Request]) 
         return None
     answers: dict[str, list[int]] = kept["answers"]
     return [AnsweredLine(r, [*r.prompt_token_ids, *answers[str(r.request_id)]]) for r in requests if str(r.request_id) in answers]
+
+
+def _side(line: AnsweredLine) -> int:
+    """Another hash than the one by which prompts are chosen: the first of those would all be held out."""
+    return xxhash.xxh3_128_intdigest(b"held out" + _key(line.request.prompt_token_ids).to_bytes(16, "little"))
 
 
 def _key(tokens: Sequence[int]) -> int:

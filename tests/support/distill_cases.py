@@ -1,4 +1,5 @@
-"""A tiny target whose answers can be learned: what its layers add is small, so that a token is mostly decided by the one before it."""
+"""A tiny target whose answers can be learned: what its layers add is small, so that a token is mostly decided by the one before it,
+and its distributions are sharp."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ LAYERS = 4
 SMALL = DistillOptions(
     device="cpu",
     sample_tokens=40,
-    epochs=5,
+    epochs=12,
     batch_lines=4,
     anchors=10,
-    learning_rate=4e-3,
+    learning_rate=1e-2,
     markov_rank=16,
     held_out_share=0.25,
     layers=1,
@@ -39,7 +40,9 @@ def make_job(folder: Path) -> Job:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
-                weight.mul_(0.1)
+                weight.mul_(0.05)
+            if "lm_head" in name:
+                weight.mul_(3.0)
     model.save_pretrained(folder / "checkpoint")
     save_tokenizer(folder / "checkpoint")
     convert(folder / "checkpoint", folder / "engine", dtype="float32", audit=False)
