@@ -64,7 +64,6 @@ class DraftModel:
         self.bytes_per_block = bytes_per_block(model.config, facts.block_size, facts.kv_dtype)
         self._caches: KVCaches = []
         self._steps_without = 0
-        self.num_caught_up = 0
 
     def allocate(self, num_blocks: int) -> None:
         facts = self.model.kernels.facts
@@ -140,7 +139,6 @@ class DraftModel:
             tokens = seq.token_ids[start : start + budget]
             run = _Run(seq.table.blocks, start, tokens, seq.rope_len)
             budget -= len(tokens)
-            self.num_caught_up += len(tokens) - 1
             if start + len(tokens) == seq.num_tokens:
                 ready.append(i)
                 runs.append(run)
