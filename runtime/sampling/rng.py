@@ -18,9 +18,14 @@ MIX_2 = 0x94D049BB133111EB
 U_MAX = 1.0 - 2.0**-24
 
 
-def row_key(draw_key: int, sample_index: int, position: int) -> int:
-    """64-bit key of one draw. draw_key: up to 128 bits; position: index of the drawn token in its sequence."""
-    return xxhash.xxh3_64_intdigest(struct.pack("<QQQQ", draw_key & (2**64 - 1), draw_key >> 64, sample_index, position))
+TOKENS, ACCEPTANCE, REPLACEMENTS = 0, 1, 2
+"""Streams of one position: the noise of its token; of the rejection rule, whether a draft's token is kept, and the token in its place."""
+
+
+def row_key(draw_key: int, sample_index: int, position: int, stream: int = TOKENS) -> int:
+    """64-bit key of one draw. draw_key: up to 128 bits; sample_index below 2**56; position: index of the drawn token in its sequence."""
+    which = sample_index | stream << 56
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQQQ", draw_key & (2**64 - 1), draw_key >> 64, which, position))
 
 
 def _signed(value: int) -> int:

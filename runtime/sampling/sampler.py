@@ -63,10 +63,17 @@ class Sampler:
         if not self.record_gaps and all(_takes_the_best(seq) for seq in sequences):
             stored = logits if logits.dtype in KINDS else logits.float()
             return _checked(argmax_rows(as_array(stored.cpu())), sequences).tolist(), None
+        wide, tokens, gaps = self.rows(logits, sequences)
+        return self._drawn(wide, tokens, sequences), gaps
+
+    def rows(self, logits: torch.Tensor, sequences: Sequence[RowContext]) -> tuple[np.ndarray, np.ndarray, list[float] | None]:
+        """Rows float32 [rows, V] on the host as the requests' options leave them, the best token of each, and top-two gaps if recorded.
+
+        Raises as `sample` does.
+        """
         wide, tokens = self._best(logits, sequences)
         _checked(tokens, sequences)
-        gaps = top2_gaps(wide, tokens).tolist() if self.record_gaps else None
-        return self._drawn(wide, tokens, sequences), gaps
+        return wide, tokens, top2_gaps(wide, tokens).tolist() if self.record_gaps else None
 
     def sample_drafts(self, logits: torch.Tensor, sequences: Sequence[RowContext]) -> tuple[list[int], np.ndarray]:
         """The same draw for rows that a draft model made: -1 instead of an error where none of its tokens is possible, and the rows
