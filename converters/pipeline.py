@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from dspark.converters.quantizers.base import SolverOptions
 
 Progress = Callable[[int, int, str], None]
-"""(tensors done, tensors in all, name of the tensor just written)"""
+"""(bytes done, bytes in all, name of the tensor just written); bytes of the weights as if none were quantized"""
 TOOLS = ("dspark", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy")
 
 
@@ -142,10 +143,13 @@ def _write(job: _Job, tensors: Tensors, names: list[str]) -> Result:
         if generation is not None:
             writer.add_json("generation_config.json", generation)
         with nullcontext() if plan is not None and plan.looks_at_text else one_torch_thread():
-            for done, (name, tensor) in enumerate(chain(tensors(writer), carried.tensors()), 1):
+            sizes = dense_bytes(model)
+            total, done = sum(sizes.values()), 0
+            for name, tensor in chain(tensors(writer), carried.tensors()):
                 writer.add(name, tensor)
+                done += sizes.get(f"{name.removesuffix('.qweight')}.weight" if name.endswith(".qweight") else name, 0)
                 if job.progress is not None:
-                    job.progress(done, len(names), name)
+                    job.progress(done, total, name)
         notes += plan.notes if plan else []
         notes += few_tokens_note(plan.kv_cache) if plan and plan.kv_cache else []
         measured = plan.quality if plan else getattr(model.reader, "quality", dict)
@@ -163,6 +167,12 @@ def _write(job: _Job, tensors: Tensors, names: list[str]) -> Result:
             manifest.save(writer.directory)
         writer.publish()
     return Result(writer.target, manifest, notes)
+
+
+def dense_bytes(model: MappedModel) -> dict[str, int]:
+    """Bytes of each weight in the engine's dtype as if none were quantized."""
+    width = 4 if model.config.dtype == "float32" else 2
+    return {name: math.prod(shape) * width for name, shape in model.shapes.items()}
 
 
 def tokenizer_notes(model: MappedModel, bundle: Any) -> list[str]:

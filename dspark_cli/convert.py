@@ -42,7 +42,7 @@ def convert(console: Console, options: ConvertOptions) -> int:
     adapters = [parse_lora(str(text)) for text in options.lora]
     start = time.monotonic()
     console.note(f"converting {options.source}" + "".join(f" + {text}" for text in options.lora))
-    progress = TensorProgress(console)
+    progress = ByteProgress(console)
     try:
         result = run(
             options.source,
@@ -75,19 +75,20 @@ def parse_lora(text: str) -> tuple[Path, float]:
     return Path(path).expanduser(), value
 
 
-class TensorProgress:
-    """The pipeline's progress callback, drawn as a bar of tensors."""
+class ByteProgress:
+    """The converters' progress callback, drawn as a bar of megabytes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: Any = None
         self._done = 0
 
-    def __call__(self, done: int, total: int, name: str) -> None:
+    def __call__(self, done_bytes: int, total_bytes: int, name: str) -> None:
         if self._bar is None:
-            self._bar = self._console.progress(total, "tensor")
-        self._bar.advance(done - self._done)
-        self._done = done
+            self._bar = self._console.progress(-(-total_bytes // 10**6), "MB")
+        megabytes = done_bytes // 10**6
+        self._bar.advance(megabytes - self._done)
+        self._done = megabytes
 
     def close(self) -> None:
         if self._bar is not None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from dspark.runtime.spec.errors import UsageError
 from dspark_cli.console import Console
+from dspark_cli.convert import ByteProgress
 from dspark_cli.options import add_command, argument, flag
 
 FORMATS = ("hf", "gptq", "awq", "compressed-tensors")
@@ -56,26 +56,6 @@ def export(console: Console, options: ExportOptions) -> int:
         }
     )
     return 0
-
-
-class ByteProgress:
-    """The exporter's progress callback, drawn as a bar of megabytes of the engine."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar: Any = None
-        self._done = 0
-
-    def __call__(self, done_bytes: int, total_bytes: int, name: str) -> None:
-        if self._bar is None:
-            self._bar = self._console.progress(-(-total_bytes // 10**6), "MB")
-        megabytes = done_bytes // 10**6
-        self._bar.advance(megabytes - self._done)
-        self._done = megabytes
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def register(app: typer.Typer) -> None:

@@ -16,7 +16,7 @@ from dspark.runtime.spec.kv_cache import QUANTIZED_CACHES
 from dspark.runtime.spec.openmp import bound_spinning
 from dspark.runtime.spec.quant import GROUP_SIZES, PRESETS
 from dspark_cli.console import Console
-from dspark_cli.convert import DTYPES, TensorProgress, report_result
+from dspark_cli.convert import DTYPES, ByteProgress, report_result
 from dspark_cli.options import add_command, argument, flag
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def quantize(console: Console, options: QuantizeOptions) -> int:
     start = time.monotonic()
     console.note(f"quantizing {options.source} to {options.scheme}")
     calibrated, bar = calibrated_run(console, options)
-    progress = None if calibrated is not None else TensorProgress(console)
+    progress = None if calibrated is not None else ByteProgress(console)
     try:
         result = run(
             options.source,

@@ -172,3 +172,11 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are not finite"):
         quantize(save_checkpoint(tmp_path / "ckpt", config, state), tmp_path / "engine", "w4a16", audit=False)
     assert not (tmp_path / "engine").exists()
+
+
+def test_progress_is_in_bytes_and_reaches_its_end(tmp_path: Path) -> None:
+    """Of the weights as if none were quantized, so that the bar's length is known before the first one."""
+    seen: list[tuple[int, int]] = []
+    quantize(source_of(tmp_path), tmp_path / "engine", "w4a16", audit=False, progress=lambda done, total, name: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert len({total for _, total in seen}) == 1 and seen[-1][0] == seen[-1][1] > 10_000
