@@ -1,6 +1,7 @@
 """The shape of one step's attention, shared by every attention kernel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ class AttentionBatch:
     positions     int64 [T]      position of each token in its sequence
     max_query_len, max_context_len: maxima over the sequences, known on the host
     tree: of a step with draft trees, else None: then position and key index are the same
+    prepared: what a kernel makes of all this once for all layers of a model, by a key of its own
     """
 
     query_start: torch.Tensor
@@ -44,6 +46,7 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
     tree: TreeMask | None = None
+    prepared: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,8 @@ A node of a draft tree has its path's scores moved together before the softmax a
 that of plain decoding after the same tokens, to the last bit: weights of 0 in between add nothing.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba import get_num_threads, njit, prange
@@ -18,7 +20,7 @@ from numba import get_num_threads, njit, prange
 from dspark.kernels.batch import AttentionBatch
 from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.simd import add_values, exp_approx, prefetch, scores_16_keys, store, widen
-from dspark.kernels.cpu.views import as_array
+from dspark.kernels.cpu.views import CACHE_KINDS, KINDS, at, vector
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.kv_cache import KVScales
 
@@ -30,7 +32,7 @@ BLOCKS_AHEAD = 4
 """Key blocks asked for before they are read: the pages of a sequence lie anywhere in memory, so the machine cannot guess the next one."""
 
 
-NO_SCALES = np.empty(0, np.float32)
+NO_NUMBERS = np.empty(0, np.float32)
 NO_TREE = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int64))
 """`TreeMask.visible` and `start`, positions"""
 
@@ -226,47 +228,34 @@ def _attend_tasks(
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def _attend_parallel(
-    num_workers,
-    q,
-    q_width,
-    k_flat,
-    v_flat,
-    tables,
-    tasks,
-    query_start,
-    context_lens,
-    shape,
-    scale,
-    window,
-    softcap,
-    scratch_len,
-    k_scales,
-    v_scales,
-    tree,
-    out,
-):
+    num_workers, kind, cache_kind, q_at, k_at, v_at, out_at, q_width, q_size, cache_size, out_size,
+    tables, tasks, query_start, context_lens, tree,
+    shape, scale, window, softcap, scratch_len, k_scales, v_scales,
+):  # fmt: skip
+    """Every task. q, caches and out by address (see `views.vector`)."""
+    q, out = vector(kind, q_at, q_size), vector(kind, out_at, out_size)
+    k_flat, v_flat = vector(cache_kind, k_at, cache_size), vector(cache_kind, v_at, cache_size)
     for worker in prange(num_workers):
         _attend_tasks(
-            worker,
-            num_workers,
-            q,
-            q_width,
-            k_flat,
-            v_flat,
-            tables,
-            tasks,
-            query_start,
-            context_lens,
-            shape,
-            scale,
-            window,
-            softcap,
-            scratch_len,
-            k_scales,
-            v_scales,
-            tree,
-            out,
-        )
+            worker, num_workers, q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens,
+            shape, scale, window, softcap, scratch_len, k_scales, v_scales, tree, out,
+        )  # fmt: skip
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _attend_serial(
+    num_workers, kind, cache_kind, q_at, k_at, v_at, out_at, q_width, q_size, cache_size, out_size,
+    tables, tasks, query_start, context_lens, tree,
+    shape, scale, window, softcap, scratch_len, k_scales, v_scales,
+):  # fmt: skip
+    """The same on the calling thread."""
+    q, out = vector(kind, q_at, q_size), vector(kind, out_at, out_size)
+    k_flat, v_flat = vector(cache_kind, k_at, cache_size), vector(cache_kind, v_at, cache_size)
+    for worker in range(num_workers):
+        _attend_tasks(
+            worker, num_workers, q, q_width, k_flat, v_flat, tables, tasks, query_start, context_lens,
+            shape, scale, window, softcap, scratch_len, k_scales, v_scales, tree, out,
+        )  # fmt: skip
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -290,7 +279,7 @@ def _cut_tasks(query_start, context_lens, num_kv_heads):
 
 def flat_scales(kv_scales: KVScales | None) -> tuple[np.ndarray, np.ndarray]:
     """Scales of keys and of values as compiled loops take them, empty for a cache without."""
-    return (NO_SCALES, NO_SCALES) if kv_scales is None else (kv_scales.k.view(-1).numpy(), kv_scales.v.view(-1).numpy())
+    return (NO_NUMBERS, NO_NUMBERS) if kv_scales is None else (kv_scales.k.view(-1).numpy(), kv_scales.v.view(-1).numpy())
 
 
 def paged_attention(
@@ -309,31 +298,27 @@ def paged_attention(
     if num_tokens == 0:
         return out
     num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
+    if q.stride(1) != head_dim or q.stride(2) != 1:
+        raise ValueError(f"needs heads side by side, strides are {q.stride()}")
     q_width = q.stride(0)
-    query_start, context_lens = batch.query_start.numpy(), batch.context_lens.numpy()
-    tasks = _cut_tasks(query_start, context_lens, num_kv_heads)
+    kinds = KINDS[q.dtype], CACHE_KINDS[k_cache.dtype]
+    places = q.data_ptr(), at(k_cache), at(v_cache), out.data_ptr()
+    sizes = q_width, q_width * (num_tokens - 1) + num_heads * head_dim, k_cache.numel(), num_tokens * num_heads * head_dim
+    step = batch.prepared.get(num_kv_heads)
+    if step is None:
+        step = batch.prepared[num_kv_heads] = _prepare(batch, num_kv_heads)
     scratch_len = -(-batch.max_context_len // block_size) * block_size + 16
-    flat_q = as_array(q.as_strided((q_width * (num_tokens - 1) + num_heads * head_dim,), (1,)))
-    arguments = (
-        flat_q,
-        q_width,
-        as_array(k_cache.view(-1)),
-        as_array(v_cache.view(-1)),
-        batch.block_tables.numpy(),
-        tasks,
-        query_start,
-        context_lens,
-        (num_heads, num_kv_heads, block_size, head_dim),
-        np.float32(scale),
-        window or 0,
-        np.float32(softcap),
-        scratch_len,
-        *flat_scales(kv_scales),
-        NO_TREE if batch.tree is None else (batch.tree.visible.numpy(), batch.tree.start.numpy(), batch.positions.numpy()),
-        as_array(out.view(-1)),
-    )
-    if num_tokens * batch.max_context_len * num_heads <= SERIAL_SCORES:
-        _attend_tasks(0, 1, *arguments)
-    else:
-        _attend_parallel(get_num_threads(), *arguments)
+    shape = (num_heads, num_kv_heads, block_size, head_dim)
+    small = num_tokens * batch.max_context_len * num_heads <= SERIAL_SCORES
+    (_attend_serial if small else _attend_parallel)(
+        1 if small else get_num_threads(), *kinds, *places, *sizes, *step,
+        shape, np.float32(scale), window or 0, np.float32(softcap), scratch_len, *flat_scales(kv_scales),
+    )  # fmt: skip
     return out
+
+
+def _prepare(batch: AttentionBatch, num_kv_heads: int) -> tuple[Any, ...]:
+    """What all layers of a step share: tables, tasks, query_start, context_lens and tree, see `_attend_tasks`."""
+    query_start, context_lens = batch.query_start.numpy(), batch.context_lens.numpy()
+    tree = NO_TREE if batch.tree is None else (batch.tree.visible.numpy(), batch.tree.start.numpy(), batch.positions.numpy())
+    return batch.block_tables.numpy(), _cut_tasks(query_start, context_lens, num_kv_heads), query_start, context_lens, tree

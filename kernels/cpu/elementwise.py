@@ -4,15 +4,17 @@ Every row is computed alone and in a fixed order, so results do not depend on th
 drivers over one row function: a parallel one, and a serial one for small batches, where waking threads would take longer than the work.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numba import njit, prange
 
-from dspark.kernels.cpu.attention import flat_scales
+from dspark.kernels.cpu.attention import NO_NUMBERS, flat_scales
 from dspark.kernels.cpu.attention import supports as supports_cache
 from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.simd import exp_approx, store, widen
-from dspark.kernels.cpu.views import as_array
+from dspark.kernels.cpu.views import CACHE_KINDS, KINDS, as_array, at, matrix, vector
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.kv_cache import KVScales
 
@@ -108,99 +110,165 @@ def _rope_store_row(row, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slot, k_
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _rms_norm_parallel(x, weight, eps, out):
-    for row in prange(x.shape[0]):
+def _rms_norm_parallel(kind, weight_kind, x_at, weight_at, out_at, num_rows, width, eps):
+    x, out = matrix(kind, x_at, num_rows, width), matrix(kind, out_at, num_rows, width)
+    weight = matrix(weight_kind, weight_at, 1, width)[0]
+    for row in prange(num_rows):
         _norm_row(x[row], weight, eps, out[row])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _rms_norm_serial(x, weight, eps, out):
-    for row in range(x.shape[0]):
+def _rms_norm_serial(kind, weight_kind, x_at, weight_at, out_at, num_rows, width, eps):
+    x, out = matrix(kind, x_at, num_rows, width), matrix(kind, out_at, num_rows, width)
+    weight = matrix(weight_kind, weight_at, 1, width)[0]
+    for row in range(num_rows):
         _norm_row(x[row], weight, eps, out[row])
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _add_rms_norm_parallel(x, residual, weight, eps, out):
-    for row in prange(x.shape[0]):
+def _add_rms_norm_parallel(kind, weight_kind, x_at, residual_at, weight_at, out_at, num_rows, width, eps):
+    x, residual, out = (
+        matrix(kind, x_at, num_rows, width),
+        matrix(kind, residual_at, num_rows, width),
+        matrix(kind, out_at, num_rows, width),
+    )
+    weight = matrix(weight_kind, weight_at, 1, width)[0]
+    for row in prange(num_rows):
         _add_norm_row(x[row], residual[row], weight, eps, out[row])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _add_rms_norm_serial(x, residual, weight, eps, out):
-    for row in range(x.shape[0]):
+def _add_rms_norm_serial(kind, weight_kind, x_at, residual_at, weight_at, out_at, num_rows, width, eps):
+    x, residual, out = (
+        matrix(kind, x_at, num_rows, width),
+        matrix(kind, residual_at, num_rows, width),
+        matrix(kind, out_at, num_rows, width),
+    )
+    weight = matrix(weight_kind, weight_at, 1, width)[0]
+    for row in range(num_rows):
         _add_norm_row(x[row], residual[row], weight, eps, out[row])
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _silu_parallel(gate_up, out):
-    width = out.shape[1]
-    for row in prange(out.shape[0]):
+def _silu_parallel(kind, gate_up_at, out_at, num_rows, width):
+    gate_up, out = matrix(kind, gate_up_at, num_rows, 2 * width), matrix(kind, out_at, num_rows, width)
+    for row in prange(num_rows):
         _silu_row(gate_up[row, :width], gate_up[row, width:], out[row])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _silu_serial(gate_up, out):
-    width = out.shape[1]
-    for row in range(out.shape[0]):
+def _silu_serial(kind, gate_up_at, out_at, num_rows, width):
+    gate_up, out = matrix(kind, gate_up_at, num_rows, 2 * width), matrix(kind, out_at, num_rows, width)
+    for row in range(num_rows):
         _silu_row(gate_up[row, :width], gate_up[row, width:], out[row])
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _gelu_tanh_parallel(gate_up, out):
-    width = out.shape[1]
-    for row in prange(out.shape[0]):
+def _gelu_tanh_parallel(kind, gate_up_at, out_at, num_rows, width):
+    gate_up, out = matrix(kind, gate_up_at, num_rows, 2 * width), matrix(kind, out_at, num_rows, width)
+    for row in prange(num_rows):
         _gelu_tanh_row(gate_up[row, :width], gate_up[row, width:], out[row])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _gelu_tanh_serial(gate_up, out):
-    width = out.shape[1]
-    for row in range(out.shape[0]):
+def _gelu_tanh_serial(kind, gate_up_at, out_at, num_rows, width):
+    gate_up, out = matrix(kind, gate_up_at, num_rows, 2 * width), matrix(kind, out_at, num_rows, width)
+    for row in range(num_rows):
         _gelu_tanh_row(gate_up[row, :width], gate_up[row, width:], out[row])
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _rope_store_parallel(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots, k_scales, v_scales, shape):
-    for t in prange(qkv.shape[0]):
+def _rope_store_parallel(
+    kind,
+    cache_kind,
+    qkv_at,
+    cos_at,
+    sin_at,
+    k_at,
+    v_at,
+    slots_at,
+    cache_size,
+    num_rows,
+    half,
+    q_norm,
+    k_norm,
+    eps,
+    k_scales,
+    v_scales,
+    shape,
+):
+    qkv, slots = matrix(kind, qkv_at, num_rows, (shape[0] + 2 * shape[1]) * shape[3]), vector(np.int64(0), slots_at, num_rows)
+    cos, sin = matrix(np.float32(0), cos_at, num_rows, half), matrix(np.float32(0), sin_at, num_rows, half)
+    k_flat, v_flat = vector(cache_kind, k_at, cache_size), vector(cache_kind, v_at, cache_size)
+    for t in prange(num_rows):
         _rope_store_row(qkv[t], cos[t], sin[t], q_norm, k_norm, eps, k_flat, v_flat, slots[t], k_scales, v_scales, shape)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _rope_store_serial(qkv, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slots, k_scales, v_scales, shape):
-    for t in range(qkv.shape[0]):
+def _rope_store_serial(
+    kind,
+    cache_kind,
+    qkv_at,
+    cos_at,
+    sin_at,
+    k_at,
+    v_at,
+    slots_at,
+    cache_size,
+    num_rows,
+    half,
+    q_norm,
+    k_norm,
+    eps,
+    k_scales,
+    v_scales,
+    shape,
+):
+    qkv, slots = matrix(kind, qkv_at, num_rows, (shape[0] + 2 * shape[1]) * shape[3]), vector(np.int64(0), slots_at, num_rows)
+    cos, sin = matrix(np.float32(0), cos_at, num_rows, half), matrix(np.float32(0), sin_at, num_rows, half)
+    k_flat, v_flat = vector(cache_kind, k_at, cache_size), vector(cache_kind, v_at, cache_size)
+    for t in range(num_rows):
         _rope_store_row(qkv[t], cos[t], sin[t], q_norm, k_norm, eps, k_flat, v_flat, slots[t], k_scales, v_scales, shape)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `kernels.reference.elementwise`."""
-    flat = x.reshape(-1, x.shape[-1])
-    out = empty_rows(flat.shape[0], flat.shape[1], x.dtype)
-    run = _rms_norm_serial if flat.numel() <= SERIAL_ELEMENTS else _rms_norm_parallel
-    run(as_array(flat), as_array(weight), np.float32(eps), as_array(out))
-    return out.view(x.shape)
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    out = empty_rows(num_rows, width, x.dtype)
+    run = _rms_norm_serial if num_rows * width <= SERIAL_ELEMENTS else _rms_norm_parallel
+    x = x.contiguous()
+    run(KINDS[x.dtype], KINDS[weight.dtype], x.data_ptr(), at(weight), out.data_ptr(), num_rows, width, np.float32(eps))
+    return out if x.ndim == 2 else out.view(x.shape)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.reference.elementwise`; the residual is updated in place."""
-    out = empty_rows(x.shape[0], x.shape[1], x.dtype)
-    run = _add_rms_norm_serial if x.numel() <= SERIAL_ELEMENTS else _add_rms_norm_parallel
-    run(as_array(x), as_array(residual), as_array(weight), np.float32(eps), as_array(out))
+    num_rows, width = x.shape
+    out = empty_rows(num_rows, width, x.dtype)
+    run = _add_rms_norm_serial if num_rows * width <= SERIAL_ELEMENTS else _add_rms_norm_parallel
+    x = x.contiguous()
+    kinds = KINDS[x.dtype], KINDS[weight.dtype]
+    run(*kinds, x.data_ptr(), at(residual), at(weight), out.data_ptr(), num_rows, width, np.float32(eps))
     return out, residual
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.reference.elementwise`."""
-    out = empty_rows(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.dtype)
-    run = _silu_serial if out.numel() <= SERIAL_ELEMENTS else _silu_parallel
-    run(as_array(gate_up), as_array(out))
-    return out
+    return _gated(gate_up, _silu_serial, _silu_parallel)
 
 
 def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.reference.elementwise`."""
-    out = empty_rows(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.dtype)
-    run = _gelu_tanh_serial if out.numel() <= SERIAL_ELEMENTS else _gelu_tanh_parallel
-    run(as_array(gate_up), as_array(out))
+    return _gated(gate_up, _gelu_tanh_serial, _gelu_tanh_parallel)
+
+
+def _gated(gate_up: torch.Tensor, serial: Callable[..., None], parallel: Callable[..., None]) -> torch.Tensor:
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = empty_rows(num_rows, width, gate_up.dtype)
+    run = serial if num_rows * width <= SERIAL_ELEMENTS else parallel
+    gate_up = gate_up.contiguous()
+    run(KINDS[out.dtype], gate_up.data_ptr(), out.data_ptr(), num_rows, width)
     return out
 
 
@@ -219,16 +287,14 @@ def rope_store_kv(
 ) -> torch.Tensor:
     """See `kernels.reference.elementwise`; qkv is overwritten, the result is a view of it, and keys are stored dimension-major."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
-    rows = as_array(qkv)
-    no_weight = rows.reshape(-1)[:0]
-    q_weight = as_array(q_norm) if q_norm is not None else no_weight
-    k_weight = as_array(k_norm) if k_norm is not None else no_weight
+    num_rows, half = cos.shape
+    kinds = KINDS[qkv.dtype], CACHE_KINDS[k_cache.dtype]
+    places = at(qkv), at(cos), at(sin), at(k_cache), at(v_cache), at(slot_mapping)
+    q_weight = as_array(q_norm) if q_norm is not None else NO_NUMBERS
+    k_weight = as_array(k_norm) if k_norm is not None else NO_NUMBERS
     shape = (num_heads, num_kv_heads, block_size, head_dim)
-    run = _rope_store_serial if rows.size <= SERIAL_ELEMENTS else _rope_store_parallel
-    run(
-        rows, cos.numpy(), sin.numpy(), q_weight, k_weight, np.float32(eps),
-        as_array(k_cache.view(-1)), as_array(v_cache.view(-1)), slot_mapping.numpy(), *flat_scales(kv_scales), shape,
-    )  # fmt: skip
+    run = _rope_store_serial if qkv.numel() <= SERIAL_ELEMENTS else _rope_store_parallel
+    run(*kinds, *places, k_cache.numel(), num_rows, half, q_weight, k_weight, np.float32(eps), *flat_scales(kv_scales), shape)
     return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
 
 

@@ -1,6 +1,6 @@
 """Products of 8-bit integers on both sides (W8A8): inputs are quantized, multiplied exactly, and scaled, in two compiled passes.
 
-A step of few rows is bound by reading the weights, which are half of bfloat16's; the inner loops (`int8_blocks`) keep memory busy while
+A step of few rows is bound by reading the weights, which are half of bfloat16's; the inner loops (`blocks`) keep memory busy while
 they compute. Sums of integers do not depend on their order, so a row's result depends on nothing but the row: no fixed tiles are needed
 in deterministic runs, and any number of rows runs without a kernel of its own.
 """
@@ -14,29 +14,21 @@ import numpy as np
 import torch
 from numba import get_num_threads, njit, prange
 
-from dspark.kernels.cpu.int8_blocks import (
+from dspark.kernels.cpu.blocks import (
     AMX_ROWS,
-    INPUT_STEP,
-    TILE_BYTES,
-    VNNI_ROWS,
-    amx_16_all,
-    amx_16_half,
-    amx_16_none,
-    amx_32_all,
-    amx_32_half,
-    amx_32_none,
+    BLOCK_OUTPUTS,
+    DOT_ROWS,
+    STEP_BYTES,
+    SUMS_BYTES,
+    amx_int8,
     configure_tiles,
-    has_amx,
-    has_vnni,
+    dot_int8,
+    has_int8_dots,
+    has_int8_tiles,
     release_tiles,
     tile_shapes,
-    vnni_1,
-    vnni_2,
-    vnni_4,
-    vnni_8,
-    vnni_8_none,
 )
-from dspark.kernels.cpu.int8_rows import BLOCK_OUTPUTS, finish_rows, quantize_row
+from dspark.kernels.cpu.int8_rows import finish_rows, quantize_row
 from dspark.kernels.cpu.llvm import LINE_BYTES, address
 from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.views import KINDS, matrix
@@ -51,7 +43,6 @@ MAX_INPUTS = (1 << 17) - 1
 """A sum of so many products of 8-bit integers, 2**14 each at most, fits 32 bits."""
 EXACT_INPUTS = 1 << 10
 """A sum of so many products is exact in float32, 24 bits."""
-SUMS_BYTES = 4 * AMX_ROWS * BLOCK_OUTPUTS
 
 
 def supports(op: str, facts: KernelFacts) -> str | None:
@@ -93,32 +84,16 @@ def _product_amx(
     out, num_blocks = matrix(kind, out_at, num_rows, outputs), scales.shape[0] // BLOCK_OUTPUTS
     codes, row_scales, sums = _scratch(num_rows, row_bytes, num_workers)
     _quantize(matrix(kind, x_at, num_rows, inputs), np.int32(0), codes, row_scales)
-    x, steps, panel_bytes = codes.reshape(-1), row_bytes // INPUT_STEP, 16 * row_bytes
+    x, steps, panel_bytes = codes.reshape(-1), row_bytes // STEP_BYTES, 16 * row_bytes
     for worker in prange(num_workers):
-        scratch = worker * AMX_ROWS * BLOCK_OUTPUTS
-        last = (worker + 1) * num_blocks // num_workers
+        scratch, last = worker * SUMS_BYTES, (worker + 1) * num_blocks // num_workers
         configure_tiles(shapes)
         for block in range(worker * num_blocks // num_workers, last):
             offset = block * 2 * panel_bytes
             ahead = offset + 2 * panel_bytes if block + 1 < last else offset
             for row in range(0, num_rows, AMX_ROWS):
-                x_offset = row * row_bytes
-                if num_rows - row > 16:
-                    if num_rows <= AMX_ROWS:
-                        amx_32_all(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
-                    elif row <= AMX_ROWS:
-                        half = ahead + row // AMX_ROWS * (TILE_BYTES // 2)
-                        amx_32_half(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, half, sums, scratch)
-                    else:
-                        amx_32_none(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
-                elif row == 0:
-                    amx_16_all(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
-                elif row == AMX_ROWS:
-                    half = ahead + TILE_BYTES // 2
-                    amx_16_half(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, half, sums, scratch)
-                else:
-                    amx_16_none(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
-                finish_rows(sums, scratch, row, min(AMX_ROWS, num_rows - row), row_scales, corrections, scales, bias, block, out)
+                amx_int8(row, num_rows, x, row_bytes, steps, weight, offset, panel_bytes, ahead, 0, sums, scratch)
+                finish_rows(sums, scratch // 4, row, min(AMX_ROWS, num_rows - row), row_scales, corrections, scales, bias, block, out)
         release_tiles()
 
 
@@ -130,33 +105,22 @@ def _product_vnni(
     out, num_blocks = matrix(kind, out_at, num_rows, outputs), scales.shape[0] // BLOCK_OUTPUTS
     codes, row_scales, sums = _scratch(num_rows, row_bytes, num_workers)
     _quantize(matrix(kind, x_at, num_rows, inputs), np.int32(128), codes, row_scales)
-    x, steps, panel_bytes = codes.reshape(-1), row_bytes // INPUT_STEP, 16 * row_bytes
+    x, steps, panel_bytes = codes.reshape(-1), row_bytes // STEP_BYTES, 16 * row_bytes
     for worker in prange(num_workers):
-        scratch = worker * AMX_ROWS * BLOCK_OUTPUTS
-        last = (worker + 1) * num_blocks // num_workers
+        scratch, last = worker * SUMS_BYTES, (worker + 1) * num_blocks // num_workers
         for block in range(worker * num_blocks // num_workers, last):
             offset = block * 2 * panel_bytes
             ahead = offset + 2 * panel_bytes if block + 1 < last else offset
-            for row in range(0, num_rows, VNNI_ROWS):
-                x_offset, left = row * row_bytes, num_rows - row
-                if left > 4 and row:
-                    vnni_8_none(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
-                elif left > 4:
-                    vnni_8(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
-                elif left > 2:
-                    vnni_4(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
-                elif left > 1:
-                    vnni_2(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
-                else:
-                    vnni_1(x, x_offset, row_bytes, weight, offset, panel_bytes, steps, ahead, sums, scratch)
-                finish_rows(sums, scratch, row, min(VNNI_ROWS, left), row_scales, corrections, scales, bias, block, out)
+            for row in range(0, num_rows, DOT_ROWS):
+                dot_int8(row, num_rows, x, row_bytes, steps, weight, offset, panel_bytes, ahead, 0, sums, scratch)
+                finish_rows(sums, scratch // 4, row, min(DOT_ROWS, num_rows - row), row_scales, corrections, scales, bias, block, out)
 
 
 def vector_product() -> Callable[..., None] | None:
     """The product that this CPU has instructions for, or None."""
-    if has_amx():
+    if has_int8_tiles():
         return _product_amx
-    return _product_vnni if has_vnni() else None
+    return _product_vnni if has_int8_dots() else None
 
 
 def make_int8_linear(weight: Int8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
@@ -168,11 +132,11 @@ def make_int8_linear(weight: Int8Weight, bias: torch.Tensor | None, facts: Kerne
 
 
 class Int8Panels:
-    """A weight [N, K] in panels (see `int8_blocks`), with N filled up to a multiple of 32 and K of 64 by zeros, and its linear."""
+    """A weight [N, K] in panels (see `blocks`), with N filled up to a multiple of 32 and K of 64 by zeros, and its linear."""
 
     def __init__(self, weight: Int8Weight, bias: torch.Tensor | None, product: Callable[..., None]) -> None:
         outputs, inputs = weight.out_features, weight.in_features
-        missing = (0, -inputs % INPUT_STEP, 0, -outputs % BLOCK_OUTPUTS)
+        missing = (0, -inputs % STEP_BYTES, 0, -outputs % BLOCK_OUTPUTS)
         filled = torch.nn.functional.pad(weight.qweight, missing)
         self.out_features, self.in_features = outputs, inputs
         row_bytes = filled.shape[1]

@@ -7,12 +7,11 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from dspark.kernels.cpu.blocks import BLOCK_OUTPUTS
 from dspark.kernels.cpu.llvm import I8, WORDS, Loop, all_lanes, call, constant, load, store_rounded
 from dspark.kernels.cpu.simd import I32, I64, LANES, VECTOR, bits_float, broadcast, element_pointer, float_bits, load_vector, store, widen
 from dspark.kernels.quant_math import INT8_STEPS, SMALLEST_TOKEN
 
-BLOCK_OUTPUTS = 2 * LANES
-"""Outputs that are computed together."""
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
 
 

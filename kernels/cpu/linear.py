@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from dspark.kernels.cpu.panels import code_panels, dense_panels, product_for, refuses_codes
 from dspark.kernels.cpu.rows import rounded_rows, with_room
 from dspark.kernels.cpu.wna16 import PanelWeight
 from dspark.kernels.facts import KernelFacts
@@ -19,7 +20,9 @@ DETERMINISTIC_ROWS = 64
 products of one fixed shape give every row the same bits whatever stands beside it."""
 
 PACKED_MAX_ROWS = 4
-"""Up to so many rows a product computed from the codes beats a dense product of the same weight."""
+"""Up to so many rows a product computed from the codes in float32 beats a dense product of the same weight."""
+SHADOW_ROWS = 32
+"""From more rows on, the 16-bit copy of a quantized weight is multiplied, where there is one."""
 
 
 def supports(op: str, facts: KernelFacts) -> str | None:
@@ -29,16 +32,31 @@ def supports(op: str, facts: KernelFacts) -> str | None:
 
 
 def make_dense_linear(weight: torch.Tensor, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
-    """x @ weight [N, K].T + bias. bfloat16 weights are re-laid for oneDNN; the caller's tensor may be freed."""
-    product = _onednn_product(weight, bias) if _has_onednn_bf16(weight) else _plain_product(weight, bias)
-    return _in_fixed_tiles(product) if facts.deterministic else product
+    """x @ weight [N, K].T + bias. bfloat16 weights are re-laid; the caller's tensor may be freed."""
+    if facts.deterministic:
+        own = product_for(weight.dtype)
+        return _in_fixed_tiles(_library_product(weight, bias)) if own is None else dense_panels(weight, bias, own)
+    return _library_product(weight, bias)
 
 
 def make_wna16_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
-    """Few rows: computed from the codes. More rows: a dense product, its weight kept (weight_shadow) or made anew for each call."""
-    if facts.deterministic:
-        return make_dense_linear(weight.dense(facts.dtype), bias, facts)
-    if PanelWeight.refuses(weight):
+    """A product whose weight is widened block by block in the cache; where this CPU cannot, see `_float_codes_linear`.
+
+    With weight_shadow, many rows take a dense copy.
+    """
+    own = product_for(facts.dtype)
+    if own is None or refuses_codes(weight):
+        return _float_codes_linear(weight, bias, facts)
+    panels = code_panels(weight, bias, own, few_rows=not facts.deterministic)
+    if not facts.weight_shadow or facts.deterministic:
+        return panels
+    dense = make_dense_linear(weight.dense(facts.dtype), bias, facts)
+    return lambda x: panels(x) if x.shape[0] <= SHADOW_ROWS else dense(x)
+
+
+def _float_codes_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
+    """Few rows: computed from the codes in float32. More rows: a dense product, its weight kept (weight_shadow) or made anew each time."""
+    if facts.deterministic or PanelWeight.refuses(weight):
         return make_dense_linear(weight.dense(facts.dtype), bias, facts)
     panels = PanelWeight(weight)
     dense = make_dense_linear(weight.dense(facts.dtype), bias, facts) if facts.weight_shadow else None
@@ -59,6 +77,10 @@ def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelF
     """A dense product: the weight is expanded at load (twice its bytes in bfloat16, four times in float32), since no CPU instruction here
     reads FP8."""
     return make_dense_linear(weight.dense(facts.dtype), bias, facts)
+
+
+def _library_product(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
+    return _onednn_product(weight, bias) if _has_onednn_bf16(weight) else _plain_product(weight, bias)
 
 
 def _has_onednn_bf16(weight: torch.Tensor) -> bool:

@@ -36,7 +36,8 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
-BFLOATS = ir.VectorType(_BFloat(), LANES)
+BFLOAT = _BFloat()
+BFLOATS = ir.VectorType(BFLOAT, LANES)
 ROUNDS_BF16 = bool(binding.get_host_cpu_features().get("avx512bf16"))
 """Whether one instruction rounds floats to bfloat16 (elsewhere LLVM would call a function that is not there)."""
 
@@ -113,10 +114,10 @@ class Loop:
     def close(self, new: Sequence = ()) -> None:
         """End the round; `new` are the values that the next one begins with, and that stand after the last."""
         builder = self._builder
-        following = builder.add(self.index, I64(1))
-        self.index.add_incoming(following, self._body)
+        following, latch = builder.add(self.index, I64(1)), builder.block  # another block than the first where loops are nested
+        self.index.add_incoming(following, latch)
         for phi, value in zip(self.values, new, strict=True):
-            phi.add_incoming(value, self._body)
+            phi.add_incoming(value, latch)
         builder.cbranch(builder.icmp_signed("<", following, self._count), self._body, self._done)
         builder.position_at_end(self._done)
 

@@ -325,7 +325,7 @@ def copied(value: Any, device: str | torch.device = "cpu") -> Any:
     if isinstance(value, tuple):
         return tuple(copied(item, device) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{f.name: copied(getattr(value, f.name), device) for f in dataclasses.fields(value)})
+        return dataclasses.replace(value, **{f.name: copied(getattr(value, f.name), device) for f in dataclasses.fields(value) if f.init})
     return value
 
 
