@@ -66,16 +66,21 @@ class LayerPass:
         """For each batch, the slots of the stage and what each reads [n, K]; an expert that no token of a batch goes to is absent."""
         slots = [slot for slot in self.slots if slot.stage == stage]
         for batch in self.walk.batches:
-            with torch.inference_mode():
-                if stage == QKV:
-                    yield [(slots[0], self.walk.normed(self.built, self.walk.residual[batch.rows]))]
-                elif stage == OUT:
-                    yield [(slots[0], self._attend(batch))]
-                else:
-                    if stage == GATE_UP:
-                        self._add_attention(batch)
-                    known = stage == GATE_UP and len(slots) == 1  # without experts the block's input is what its first linear reads
-                    yield [(slots[0], self._mlp_input[batch.rows])] if known else self._caught(batch, slots)
+            yield self._inputs(stage, slots, batch)
+
+    @torch.inference_mode()
+    def _inputs(self, stage: str, slots: list[Slot], batch: WalkBatch) -> list[tuple[Slot, torch.Tensor]]:
+        """Of one batch. (A generator must not yield from within inference mode: its caller would run in it, and two of them in turns would
+        leave it on.)"""
+        if stage == QKV:
+            return [(slots[0], self.walk.normed(self.built, self.walk.residual[batch.rows]))]
+        if stage == OUT:
+            return [(slots[0], self._attend(batch))]
+        if stage == GATE_UP:
+            self._add_attention(batch)
+            if len(slots) == 1:  # without experts the block's input is what its first linear reads
+                return [(slots[0], self._mlp_input[batch.rows])]
+        return self._caught(batch, slots)
 
     def finish(self) -> None:
         """Add the feed-forward block's result to the stream: the layer is done."""

@@ -66,6 +66,20 @@ def test_every_linear_sees_what_it_sees_in_transformers(family: str, tmp_path) -
     assert compared == set(expected) - {name for name in expected if name.endswith(("k_proj", "v_proj", "up_proj"))}
 
 
+def test_passes_in_turns_leave_gradients_on(tmp_path) -> None:
+    """Two generators that yielded from within inference mode left it on for the rest of the process."""
+    model = map_checkpoint(open_checkpoint(make_tiny_checkpoint(tmp_path / "checkpoint", "llama")), "float32")
+    kernels = choose_kernels(model.config, "float32")
+    weights = MappedWeights(model, torch.float32)
+    walks = [LayerWalk(model.config, samples(), kernels, batch_tokens=64) for _ in range(2)]
+    for walk in walks:
+        walk.start(weights.take("model.embed_tokens.weight"))
+    passes = [LayerPass(walk, build_walk_layer(model.config, 0, None, weights, kernels), torch.empty) for walk in walks]
+    for _ in zip(*(layer_pass.inputs(STAGES[0]) for layer_pass in passes), strict=True):
+        assert not torch.is_inference_mode_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
 def test_the_stream_after_a_pass_is_that_of_the_walk(tmp_path) -> None:
     """To the bit: an interrupted run is continued on it."""
     model = map_checkpoint(open_checkpoint(make_tiny_checkpoint(tmp_path / "checkpoint", "qwen3_moe")), "float32")
