@@ -25,6 +25,8 @@ from dspark.runtime.spec.manifest import EngineManifest
 from dspark.runtime.speculation.draft import Draft
 from dspark.runtime.speculation.drafter import Drafter
 from dspark.runtime.speculation.pairing import Machine, processor_name
+from dspark.runtime.speculation.rejection import verify_rejection
+from dspark.runtime.speculation.verify import verify_coupled
 
 
 def usable_cores() -> int:
@@ -72,7 +74,8 @@ class SingleExecutor:
         self._rope = RotaryTables(manifest.model, max_model_len, self.device)
         if drafter is not None:
             drafter.allocate(self.num_blocks)
-        self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device, drafter)
+        verify = verify_rejection if config.speculative_sampling == "rejection" else verify_coupled
+        self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device, drafter, verify)
         self._drafter, self._draft_s = drafter, 0.0
         self._dtype = manifest.model.dtype
         self._cache_dtype = choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)

@@ -50,6 +50,7 @@ def job_fingerprint(
         "output-schema": OUTPUT_SCHEMA,
         "seed": config.seed,
         "deterministic": config.deterministic,
+        **({} if config.speculative_sampling == "coupled" else {"speculative-sampling": config.speculative_sampling}),
         "max-model-len": config.max_model_len,
         **{f"default {name}": value for name, value in asdict(defaults).items() if name != "seed"},
         "default seed": defaults.seed,

@@ -10,6 +10,7 @@ from dspark.runtime.spec.kv_cache import CACHE_CHOICES
 
 KERNEL_CHOICES = ("auto", "reference", "triton")
 SPECULATIVE_CHOICES = ("off", "auto", "ngram", "draft-model", "dspark", "dflash", "eagle3")
+SAMPLING_CHOICES = ("coupled", "rejection")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 TYPICAL_TOKENS_PER_SEQ = 512
 """Tokens of an ordinary prompt and answer."""
@@ -54,6 +55,12 @@ class EngineConfig:
     )
     draft_memory: str | None = setting(None, "keep what n-gram drafts remember of answers in FILE, from job to job", metavar="FILE")
     num_speculative_tokens: int | None = setting(None, "most draft tokens of a sequence in a step (auto: chosen)", low=1, high=64)
+    speculative_tree: bool = setting(False, "verify several continuations of a text at once (n-gram drafts)")
+    speculative_sampling: str = setting(
+        "coupled",
+        "which drafted tokens of drawn answers are kept (coupled: no text changes; rejection: a few more, other texts of the same law)",
+        choices=SAMPLING_CHOICES,
+    )
     weight_shadow: bool = setting(False, "keep a bfloat16 copy of quantized weights for large batches (faster, more memory)")
 
     def __post_init__(self) -> None:

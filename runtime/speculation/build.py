@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from dspark.kernels.batch import MAX_TREE_NODES
 from dspark.runtime.jobs.tokenizer import TextCodec
 from dspark.runtime.models.decoder import Decoder
 from dspark.runtime.sampling.sampler import Sampler
@@ -15,22 +16,27 @@ from dspark.runtime.speculation.cost import StepCost
 from dspark.runtime.speculation.drafter import Drafter, Proposer
 from dspark.runtime.speculation.drafter_proposer import AskDrafts, DrafterProposer
 from dspark.runtime.speculation.ngram import MAX_DRAFT, NgramProposer, load_memory
+from dspark.runtime.speculation.ngram_tree import MAX_NODES, NgramTreeProposer
 from dspark.runtime.speculation.pairing import Machine
 from dspark.runtime.speculation.speculator import Speculator
 
 
 def drafter_builder(choice: Choice, config: EngineConfig, codec: TextCodec) -> Callable[[Decoder, Sampler, int], Drafter] | None:
     """What makes the drafter beside a target (see `execution.single.BuildDrafter`), None where the method needs none."""
-    directory = choice.draft
+    directory, apart = choice.draft, config.speculative_sampling == "rejection"
     if directory is None:
         return None
     if choice.method == "draft-model":
         from dspark.runtime.speculation.draft_model import load_draft_model
 
-        return lambda target, sampler, longest: load_draft_model(directory, target, codec, sampler, longest, config.num_speculative_tokens)
+        return lambda target, sampler, longest: load_draft_model(
+            directory, target, codec, sampler, longest, config.num_speculative_tokens, apart
+        )
     from dspark.runtime.speculation.heads.load import load_drafter
 
-    return lambda target, sampler, longest: load_drafter(directory, target, sampler, longest, max_tokens=config.num_speculative_tokens)
+    return lambda target, sampler, longest: load_drafter(
+        directory, target, sampler, longest, max_tokens=config.num_speculative_tokens, keep_distributions=apart
+    )
 
 
 def build_speculator(
@@ -50,7 +56,11 @@ def build_speculator(
     proposer: Proposer
     if choice.method == "ngram":
         memory = load_memory(Path(config.draft_memory).expanduser(), manifest.model.vocab_size) if config.draft_memory else None
-        proposer = NgramProposer(config.num_speculative_tokens or MAX_DRAFT, memory)
+        most = config.num_speculative_tokens
+        if config.speculative_tree:
+            proposer = NgramTreeProposer(min(most or MAX_NODES, MAX_TREE_NODES), memory)
+        else:
+            proposer = NgramProposer(most or MAX_DRAFT, memory)
     else:
         assert drafter is not None and clock is not None
         proposer = DrafterProposer(choice.method, *drafter, cost, clock, always=fixed is not None)

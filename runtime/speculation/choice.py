@@ -30,6 +30,29 @@ def choose_speculation(config: EngineConfig, engine_dir: Path | None) -> Choice:
 
     Raises UsageError for flags that do not go together, InputError for a draft that is none.
     """
+    _check_rule(config)
+    choice = _choose(config, engine_dir)
+    if config.speculative_tree and choice.method in DRAFT_METHODS:
+        raise UsageError(
+            f"--speculative-tree is given, but drafts of {choice.method} are chains",
+            "type --speculative ngram, or leave --speculative-tree out",
+        )
+    return choice
+
+
+def _check_rule(config: EngineConfig) -> None:
+    """Raise UsageError when trees or the rejection rule are asked for beside what excludes them."""
+    rejection = config.speculative_sampling == "rejection"
+    asked = "--speculative-sampling is rejection" if rejection else "--speculative-tree is given"
+    if config.speculative == "off" and (rejection or config.speculative_tree):
+        raise UsageError(f"{asked}, but --speculative is off", "type --speculative auto, or leave it out")
+    if rejection and config.speculative_tree:
+        raise UsageError(f"{asked}, which verifies chains, and --speculative-tree is given", "leave one of them out")
+    if rejection and config.deterministic:
+        raise UsageError(f"{asked}, so texts depend on the drafts, and --deterministic is given", "leave one of them out")
+
+
+def _choose(config: EngineConfig, engine_dir: Path | None) -> Choice:
     wanted = config.speculative
     if config.draft_memory is not None and wanted not in ("auto", "ngram"):
         raise UsageError(f"--draft-memory is given, but --speculative is {wanted}", "type --speculative ngram, or leave --draft-memory out")

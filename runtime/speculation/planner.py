@@ -45,18 +45,25 @@ def best_counts(
     return taken
 
 
-def schedule_early_stop(survivals: Sequence[Sequence[float]], num_planned: int, seconds: Seconds) -> list[int]:
+def schedule_early_stop(
+    survivals: Sequence[Sequence[float]],
+    num_planned: int,
+    seconds: Seconds,
+    num_rows: int | None = None,
+    most_tokens: int | None = None,
+) -> list[int]:
     """The paper's Algorithm 1, for drafts that are drawn at random and verified by rejection.
 
     Whether a token is verified must not depend on the token itself or on later ones of its draft (their confidences do). Going through the
     candidates from likely to unlikely and stopping at the first that does not pay keeps to that: a later token of a draft comes after it.
+    Arguments as of `best_counts`.
     """
     counts = [0] * len(survivals)
-    expected, tokens = float(len(survivals)), num_planned
+    expected, tokens = float(len(survivals) if num_rows is None else num_rows), num_planned
     best_rate = expected / seconds(tokens)
     for _, sequence, node in candidates(survivals):
         rate = (expected + survivals[sequence][node]) / seconds(tokens + 1)
-        if rate <= best_rate:
+        if rate <= best_rate or (most_tokens is not None and tokens >= most_tokens):
             break
         expected, tokens, best_rate = expected + survivals[sequence][node], tokens + 1, rate
         counts[sequence] = node + 1

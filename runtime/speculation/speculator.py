@@ -19,7 +19,7 @@ from dspark.runtime.speculation.cost import StepCost
 from dspark.runtime.speculation.draft import Draft, Verified
 from dspark.runtime.speculation.drafter import Proposer
 from dspark.runtime.speculation.drafter_proposer import DrafterProposer
-from dspark.runtime.speculation.planner import best_counts
+from dspark.runtime.speculation.planner import best_counts, schedule_early_stop
 from dspark.runtime.speculation.timeline import Timeline
 
 PATIENCE = 3
@@ -99,7 +99,9 @@ class Speculator:
         survivals = [chances(draft) for draft in drafts if draft is not None]
         if not self.cost.is_known:
             return self._first(drafts, present)
-        counts = best_counts(survivals, num_planned, self.cost.estimate, num_rows, most_tokens=self.cost.reach(num_planned))
+        are_random = any(draft.distributions is not None for draft in drafts if draft is not None)
+        choose = schedule_early_stop if are_random else best_counts
+        counts = choose(survivals, num_planned, self.cost.estimate, num_rows, most_tokens=self.cost.reach(num_planned))
         if not any(counts):
             self._idle += 1
             self._looks_without += 1

@@ -18,6 +18,7 @@ from dspark.runtime.spec.request import RequestOutput
 from dspark.runtime.speculation.drafter import Proposer
 from dspark.runtime.speculation.ngram_tree import NgramTreeProposer
 from dspark.runtime.speculation.speculator import Speculator
+from dspark.runtime.speculation.suffix_index import SuffixIndex
 
 Outputs = dict[int, RequestOutput]
 
@@ -112,7 +113,20 @@ def test_deterministic_trees_leave_the_bits_of_plain_decoding(scheme: str | None
         assert texts(run(engine_dir, scripted(kind, plain, 15), deterministic=True)[0]) == texts(plain)
 
 
-def test_trees_of_the_texts_own_words(llama: Path, plain: Outputs) -> None:
-    outputs, metrics = run(llama, NgramTreeProposer(12))
+@pytest.mark.parametrize("config", [{"num_speculative_tokens": 9}, {"speculative": "auto"}], ids=["fixed", "auto"])
+def test_the_flag_makes_trees_of_texts(llama: Path, plain: Outputs, config: dict[str, Any]) -> None:
+    outputs, metrics = run(llama, **{"speculative": "ngram", "speculative_tree": True, **config})
     assert texts(outputs) == texts(plain)
-    assert metrics["speculation"]["draft_tokens"] > 50
+    assert metrics["speculation"]["proposers"] == ["ngram-tree"]
+
+
+def test_trees_of_what_other_lines_said(llama: Path, plain: Outputs) -> None:
+    """A memory with every answer twice, once as it will be and once, later, with every third token another: both branches are verified."""
+    memory = SuffixIndex()
+    for output in plain.values():
+        for completion in output.completions:
+            memory.extend(completion.token_ids)
+            memory.extend((token + (place % 3 == 0)) % 320 for place, token in enumerate(completion.token_ids))
+    outputs, metrics = run(llama, NgramTreeProposer(12, memory))
+    assert texts(outputs) == texts(plain)
+    assert metrics["speculation"]["accepted_tokens"] > 50

@@ -107,7 +107,11 @@ def peaks(logits: np.ndarray, requests: list[Request]) -> list[float]:
 
 
 def _request(seq: Sequence, other_stream: bool) -> Request:
-    return replace(seq.request, draw_key=seq.request.draw_key ^ _OTHER_STREAM) if other_stream else seq.request
+    """The request whose noise a draft is drawn with. In a stream apart it is new for each draft: were it by position alone, a token that is
+    drafted again would be known from the draft before, and with it what was decided in between."""
+    if not other_stream:
+        return seq.request
+    return replace(seq.request, draw_key=seq.request.draw_key ^ _OTHER_STREAM ^ seq.num_tokens << 64)
 
 
 def _distribution(logits: torch.Tensor, token: int, request: Request) -> torch.Tensor:
