@@ -6,6 +6,7 @@ shared wrongly, copied too early, written twice or handed out while in use shows
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -137,7 +138,10 @@ class FakeSpeculator:
             token = next_token(right, seq.request.draw_key, seq.index)
             right.append(token if depth < wrong_from else (token + 1) % VOCAB_SIZE)
         chain = right[len(seq.token_ids) :]
-        if (dice >> 16) % 2 or length < 2:
+        kind = (dice >> 16) % 4
+        if kind == 3:
+            return self.random_tree(seq, min(2 * length, room), random.Random(dice))
+        if kind % 2 or length < 2:
             return Draft(tuple(chain), (0.5,) * length, "fake")
         tokens, parents = [(chain[0] + 1) % VOCAB_SIZE], [ROOT]  # a wrong branch first, then the chain with a wrong sibling at each depth
         last = ROOT
@@ -146,6 +150,19 @@ class FakeSpeculator:
             parents += [last, last]
             last = len(tokens) - 1
         return Draft(tuple(tokens), (0.5,) * len(tokens), "fake", tuple(parents))
+
+    def random_tree(self, seq: Sequence, num_nodes: int, dice: random.Random) -> Draft:
+        """Any shape; each node is right behind its own path or not, and siblings may be equal."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        paths: list[list[int]] = [[]]  # behind the newest token, then of each node
+        for _ in range(num_nodes):
+            parent = dice.randint(max(ROOT, len(tokens) - 4), len(tokens) - 1)
+            right = next_token(seq.token_ids + paths[parent + 1], seq.request.draw_key, seq.index)
+            tokens.append(right if dice.random() < 0.6 else dice.randrange(VOCAB_SIZE))
+            parents.append(parent)
+            paths.append([*paths[parent + 1], tokens[-1]])
+        return Draft(tuple(tokens), (0.5,) * num_nodes, "fake", tuple(parents))
 
     def learn(self, seq: Sequence, draft: Draft, verified: Verified) -> None:
         assert id(seq) in self.held and verified.num_accepted <= draft.longest()
