@@ -216,8 +216,8 @@ def rounded_logits(engine: Path) -> torch.Tensor:
     """transformers on the engine's weights, the inputs of every layer's linears rounded to 255 steps of their token's range."""
 
     def rounded(module: Any, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        scale = args[0].abs().amax(-1, keepdim=True) / 127.5
-        return (args[0] / scale).round().clamp(-128, 127) * scale
+        largest = args[0].abs().amax(-1, keepdim=True)
+        return (args[0] * (127.5 / largest)).round().clamp(-128, 127) * (largest / 127.5)
 
     model = reference_model(engine, load_manifest(engine))
     for name, module in model.named_modules():

@@ -159,12 +159,12 @@ def write_tiny_engine(folder: Path, family: str, dtype: str, scheme: str | None,
     from dspark.converters.detect import open_checkpoint
     from dspark.converters.mapping import map_checkpoint
     from dspark.converters.packed import engine_tensors
-    from dspark.converters.quantize import plan_quantization, quantized_tensors
+    from dspark.converters.quantize import QuantRequest, plan_quantization, quantized_tensors
     from dspark.converters.writer import EngineWriter
 
     checkpoint = make_tiny_checkpoint(folder / "checkpoint", family, **overrides)
     model = map_checkpoint(open_checkpoint(checkpoint), dtype)
-    plan = plan_quantization(model, scheme) if scheme else None
+    plan = plan_quantization(model, QuantRequest(scheme)) if scheme else None
     names = plan.names(model) if plan else list(model.shapes)
     with EngineWriter(folder / "engine", names) as writer:
         for name, tensor in quantized_tensors(model, plan) if plan else engine_tensors(model):
