@@ -5,11 +5,14 @@ import random
 
 import pytest
 
+from dspark.runtime.scheduling.sequence import Sequence
+from dspark.runtime.spec.request import Request
+from dspark.runtime.spec.sampling_params import SamplingParams
 from dspark.runtime.speculation.acceptance import Acceptance
 from dspark.runtime.speculation.cost import StepCost
 from dspark.runtime.speculation.draft import ROOT, Draft, Verified
 from dspark.runtime.speculation.planner import MIN_GAIN, admit_most_likely, best_counts, candidates, schedule_early_stop
-from dspark.runtime.speculation.speculator import chances
+from dspark.runtime.speculation.speculator import Speculator, chances
 
 
 def chain(length: int, source: str = "a") -> Draft:
@@ -138,3 +141,19 @@ def test_no_step_is_made_much_longer_than_any_that_was_measured() -> None:
     cost = StepCost({1: 1.0, 4: 1.0})
     assert cost.reach(1) == 7 and cost.reach(40) == 41
     assert best_counts([[0.99] * 15], 1, cost.estimate, most_tokens=cost.reach(1)) == [6]
+
+
+@pytest.mark.parametrize(("distributions", "verified"), [(None, 3), ("q", 0)])
+def test_drafts_with_distributions_are_cut_by_stopping_early(distributions: object, verified: int) -> None:
+    """A second token pays only with the third and fourth: a search over all of them looks at what comes of the first."""
+
+    class OneDraft:
+        name, max_tokens = "a", 3
+
+        def propose(self, sequences: list, rooms: list[int]) -> list[Draft]:
+            return [Draft((1, 2, 3), (0.5, 0.9, 0.9), "a", None, [distributions] * 3 if distributions else None)]
+
+    speculator = Speculator([OneDraft()], cost=StepCost({1: 1.0, 2: 1.6, 3: 1.62, 4: 1.64}))
+    seq = Sequence(Request(0, [1], SamplingParams()), 0, 0)
+    drafts = [speculator.propose([seq], [3], 1, 1)[0] for _ in range(3)][1:]
+    assert [len(draft) if draft else 0 for draft in drafts] == [verified] * 2

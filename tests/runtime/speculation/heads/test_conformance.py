@@ -175,7 +175,7 @@ def test_heads_run_in_bfloat16(kind: str, target: Any, stored: Stored, tmp_path:
     for proposal in got.speculator.proposals[:10]:
         made = proposal.draft
         wanted = reference.draft(proposal.tokens, len(made), proposal.request, 0, made.token_ids)
-        assert float((made.distributions - torch.stack(wanted.distributions)).abs().sum(-1).mean()) < 0.15
+        assert float((made.distributions - torch.stack(wanted.distributions)).abs().sum(-1).mean()) < 0.4
 
 
 def test_a_copy_of_the_targets_embedding_is_let_go(target: Any, tmp_path: Path) -> None:
