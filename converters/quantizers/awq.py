@@ -73,8 +73,7 @@ def search_scales(
     candidates = candidate_scales(observed.mean_abs, weight_magnitude(readers) if duo else None, legal)
     chosen = list(range(len(RATIOS)))
     if not exhaustive:
-        estimates = _finite(name, output_errors(readers, candidates, observed.num_tokens, estimate=True))
-        chosen = sorted(estimates.argsort(stable=True)[:FINALISTS].tolist())
+        chosen = _finalists(name, readers, candidates, observed.num_tokens)
     errors = output_errors(readers, torch.cat([unscaled, candidates[chosen]]), observed.num_tokens)
     without, losses = float(errors[0]), _finite(name, errors[1:])
     best = int(losses.argmin())
@@ -82,6 +81,15 @@ def search_scales(
     if losses[best] >= without:
         return AwqResult(unscaled[0], None, without, without, shown)
     return AwqResult(candidates[chosen[best]], RATIOS[chosen[best]], float(losses[best]), without, shown)
+
+
+def _finalists(name: str, readers: Sequence[Reader], candidates: torch.Tensor, num_tokens: int) -> list[int]:
+    """Indices of the candidates that look best, ascending. Large ratios are only looked at where the best of the others is at their end."""
+    half = len(RATIOS) // 2
+    estimates = _finite(name, output_errors(readers, candidates[:half], num_tokens, estimate=True))
+    if int(estimates.argmin()) >= half - FINALISTS:
+        estimates = _finite(name, torch.cat([estimates, output_errors(readers, candidates[half:], num_tokens, estimate=True)]))
+    return sorted(estimates.argsort(stable=True)[:FINALISTS].tolist())
 
 
 def _finite(name: str, errors: torch.Tensor) -> torch.Tensor:

@@ -153,6 +153,18 @@ def test_few_candidates_are_computed_in_full() -> None:
     assert sum(regrets) / len(regrets) < 0.02
 
 
+def test_large_ratios_are_found_too() -> None:
+    """Only the first half of the ratios is looked at, unless the best one is near its end. Here the weights of the large channels are so
+    small that they can grow by all that the activations suggest."""
+    x, (w,) = torch.randn(300, 128, generator=torch.Generator().manual_seed(0)), weights(24)
+    x[:, ::32] *= 10
+    w[:, ::32] *= 0.1
+    observed = statistics_of(x)
+    readers = [Reader(w, scheme(), observed)]
+    few, every = (search_scales("norm", readers, observed, duo=False, exhaustive=exhaustive) for exhaustive in (False, True))
+    assert few.ratio == every.ratio and every.ratio is not None and every.ratio > 0.5
+
+
 def test_formula_by_hand() -> None:
     """mean |x| 1 and 4, magnitudes 1 and 0.5, ratio 0.5: 0.9999 and 2.82803, over the root of their product."""
     scales = awq.candidate_scales(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 0.5]))[10]
