@@ -314,9 +314,10 @@ def code_panels(weight: Wna16Weight, bias: torch.Tensor | None, product: Callabl
 
 def _nibble_words(codes: torch.Tensor) -> torch.Tensor:
     """Codes uint8 [N, K] of 4 bits -> int32 [N / 16, K / 8, 16], see `wna16_blocks`."""
-    order = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int64)  # where input i of eight begins
-    words = (codes.long().view(codes.shape[0], -1, 8) << order).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).view(-1, 16, codes.shape[1] // 8).transpose(1, 2).contiguous()
+    words = torch.zeros(codes.shape[0], codes.shape[1] // 8, dtype=torch.int32)
+    for inputs, place in enumerate((0, 16, 4, 20, 8, 24, 12, 28)):  # where input i of eight begins
+        words |= codes[:, inputs::8].to(torch.int32) << place
+    return words.view(-1, 16, words.shape[1]).transpose(1, 2).contiguous()
 
 
 def _byte_pairs(codes: torch.Tensor) -> torch.Tensor:
