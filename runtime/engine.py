@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dspark.runtime.execution.executor import Executor
+from dspark.runtime.execution.executor import Executor, PendingStep
 from dspark.runtime.execution.single import SingleExecutor
 from dspark.runtime.jobs.detokenizer import IncrementalDetokenizer, final_text
 from dspark.runtime.jobs.tokenizer import TextCodec
 from dspark.runtime.kv.manager import KVCacheManager
+from dspark.runtime.scheduling.plan import SchedulerOutput
 from dspark.runtime.scheduling.scheduler import Scheduler
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.engine_config import EngineConfig
@@ -35,9 +36,19 @@ class _Group:
     finished: list[Sequence] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step under way. began: the engine's clock when it was submitted."""
+
+    plan: SchedulerOutput
+    pending: PendingStep
+    began: float
+
+
 @dataclass
 class _Counters:
     num_steps: int = 0
+    num_ahead: int = 0
     num_tokens: int = 0
     num_sequences: int = 0
     num_prompt_tokens: int = 0
@@ -88,6 +99,7 @@ class Engine:
         )
         self._groups: dict[int, _Group] = {}
         self._num_added = 0
+        self._running: _Step | None = None
         self._counters = _Counters()
 
     @classmethod
@@ -139,18 +151,43 @@ class Engine:
         self._num_added += 1
 
     def step(self) -> list[RequestOutput]:
-        """Run one step: plan, execute, commit. Returns the requests it finished; [] when there is nothing to do."""
+        """Run one step: plan, submit, wait, commit. Returns the requests it finished; [] when there is nothing to do.
+
+        Where the executor can, the next step is planned and submitted before this one is waited for.
+        """
         if not self.scheduler.num_unfinished:
             return []
         started = time.monotonic()
-        plan = self.scheduler.schedule()
-        began = self._clock()
-        result = self.executor.execute(plan)
-        if self.speculator is not None:
-            self.speculator.timed(plan, self._clock() - began)
-        finished = self.scheduler.commit(plan, result)
-        self._count(plan, started)
+        step = self._running or self._start()
+        assert step is not None
+        self._running = self._start(ahead=True) if self._may_go_ahead(step) else None
+        finished = self._finish_step(step)
+        self._count(step.plan, started)
+        if self._running is not None and not self.scheduler.num_unfinished:
+            self._finish_step(self._running)  # all its answers have ended: one token too many of each
+            self._running = None
         return self._collect(finished)
+
+    def _start(self, ahead: bool = False) -> _Step | None:
+        """Plan a step and submit it; None when nothing can be planned ahead."""
+        plan = self.scheduler.schedule(ahead)
+        if not plan.scheduled:
+            return None
+        began = self._clock()
+        pending = self.executor.submit(plan)
+        self.scheduler.advance(plan)
+        self._counters.num_ahead += ahead
+        return _Step(plan, pending, began)
+
+    def _may_go_ahead(self, step: _Step) -> bool:
+        return self.executor.steps_ahead and self.scheduler.can_plan_ahead(step.plan, self.executor.draws_alone)
+
+    def _finish_step(self, step: _Step) -> list[Sequence]:
+        """Wait for a step's tokens and take them over. Returns the sequences that ended."""
+        result = step.pending.wait()
+        if self.speculator is not None:
+            self.speculator.timed(step.plan, self._clock() - step.began)
+        return self.scheduler.commit(step.plan, result)
 
     def drain(self) -> Iterator[RequestOutput]:
         """Step until every request is answered."""
@@ -165,6 +202,7 @@ class Engine:
         return {
             **executor,
             "num_steps": c.num_steps,
+            "steps_ahead": c.num_ahead,
             "step_s": c.step_s,
             "host_overhead_fraction": 1.0 - busy / c.step_s if c.step_s else 0.0,
             "tokens_per_step_mean": c.num_tokens / c.num_steps if c.num_steps else 0.0,
@@ -227,7 +265,7 @@ class Engine:
                 "max_tokens",
             )
 
-    def _count(self, plan: Any, started: float) -> None:
+    def _count(self, plan: SchedulerOutput, started: float) -> None:
         now = time.monotonic()
         c = self._counters
         c.num_steps += 1
@@ -236,7 +274,7 @@ class Engine:
         c.max_step_tokens = max(c.max_step_tokens, plan.num_tokens)
         c.step_s += now - started
         for item in plan.scheduled:
-            if item.seq.num_output_tokens == 1 and item.seq.first_token_at_s == 0.0:
+            if item.samples and item.seq.first_token_at_s == 0.0:
                 item.seq.first_token_at_s = now
 
     def _collect(self, finished: list[Sequence]) -> list[RequestOutput]:

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.speculation.draft import Draft
 from dspark.runtime.speculation.pairing import Machine
+
+
+class PendingStep(Protocol):
+    """A step under way. Its tokens are to be had from `wait` alone, so that nobody can read them before they are there."""
+
+    def wait(self) -> StepOutput:
+        """Block until the step is done. Raises MachineError when a token cannot be drawn."""
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that is done already: what an executor returns that computes as it is told."""
+
+    output: StepOutput
+
+    def wait(self) -> StepOutput:
+        return self.output
 
 
 class Executor(Protocol):
@@ -19,8 +37,14 @@ class Executor(Protocol):
     device: str
     """"cpu" or "cuda"."""
 
-    def execute(self, plan: SchedulerOutput) -> StepOutput:
-        """Run one step to its end."""
+    steps_ahead: bool
+    """Whether a step may be submitted while the one before it runs. It takes what that one draws from the device (`source_row`)."""
+
+    def submit(self, plan: SchedulerOutput) -> PendingStep:
+        """Start one step, behind those that were submitted before. All that it needs of the plan and its sequences is read here."""
+
+    def draws_alone(self, seq: Sequence) -> bool:
+        """Whether a sequence's next token can be drawn while its newest one is known to the device only."""
 
     @property
     def draft_tokens(self) -> int:

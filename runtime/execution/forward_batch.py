@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from dspark.kernels.batch import MAX_TREE_NODES
 from dspark.kernels.ops import AttentionBatch, TreeMask
+from dspark.runtime.execution.staging import stage
 from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput
 from dspark.runtime.speculation.draft import Verified
 
@@ -22,21 +23,28 @@ class ForwardBatch:
     newest token, then those of its draft.
     slots_before int64 [T]: of a step with draft trees, the slot of the token before each one: of its parent, if it is a node, and its own
     at position 0. None without trees: it is the one before in position.
+    longest: the largest of rope_lengths, known on the host.
+    fed_tokens, source_rows int64 [n]: tokens that are drawn by the step before, and their rows there; token_ids has 0 in their places. None
+    without any. copies int64 [n, 2] each: the plan's block copies (source, target), in groups that are made one after the other.
     """
 
     token_ids: torch.Tensor
     rope_lengths: torch.Tensor
     sample_rows: torch.Tensor
     attention: AttentionBatch
+    longest: int
     slots_before: torch.Tensor | None = None
+    fed_tokens: torch.Tensor | None = None
+    source_rows: torch.Tensor | None = None
+    copies: list[torch.Tensor] = field(default_factory=list)
 
 
 def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> ForwardBatch:
     """Lay the scheduled tokens out, sequence after sequence. The nodes of a draft lie in slots behind one another, in their own order; in a
-    tree their positions go by depth."""
+    tree their positions go by depth. All arrays go to the device in one copy."""
     items = plan.scheduled
     counts = np.asarray([item.num_query_tokens for item in items], np.int64)
-    computed = np.asarray([item.seq.num_computed for item in items], np.int64)
+    computed = np.asarray([item.start for item in items], np.int64)
     query_start = np.zeros(len(items) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     context_lens = computed + counts
@@ -47,8 +55,10 @@ def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> 
         seq = item.seq
         used = -(-int(context_lens[i]) // block_size)
         tables[i, :used] = seq.table.blocks[:used]
-        start = seq.num_computed
-        if item.num_tokens == 1:
+        start = item.start
+        if item.source_row >= 0:
+            token_ids[query_start[i]] = 0
+        elif item.num_tokens == 1:
             token_ids[query_start[i]] = seq.token_ids[start]
         else:
             token_ids[query_start[i] : query_start[i] + item.num_tokens] = seq.token_ids[start : start + item.num_tokens]
@@ -66,25 +76,53 @@ def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> 
     ends = [np.arange(query_start[i] + item.num_tokens - 1, query_start[i + 1]) for i, item in enumerate(items) if item.samples]
     sample_rows = np.concatenate(ends).astype(np.int64) if ends else np.empty(0, np.int64)
 
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
+    rope_lengths = np.maximum(rope_lens[owner], positions + 1)
+    arrays = {
+        "token_ids": token_ids,
+        "rope_lengths": rope_lengths,
+        "sample_rows": sample_rows,
+        "query_start": query_start,
+        "context_lens": context_lens.astype(np.int32),
+        "block_tables": tables,
+        "slot_mapping": slots(indices),
+        "positions": positions,
+    }
+    if trees is not None:
+        arrays |= {"visible": trees.visible, "tree_start": trees.start, "slots_before": slots(trees.before)}
+    fed = [(int(query_start[i]), item.source_row) for i, item in enumerate(items) if item.source_row >= 0]
+    if fed:
+        arrays["fed_tokens"], arrays["source_rows"] = np.asarray(fed, np.int64).T
+    if plan.copies:
+        arrays["copies"] = np.asarray(plan.copies, np.int64)
+    there = dict(zip(arrays, stage(list(arrays.values()), device), strict=True))
     return ForwardBatch(
-        token_ids=put(token_ids),
-        rope_lengths=put(np.maximum(rope_lens[owner], positions + 1)),
-        sample_rows=put(sample_rows),
+        token_ids=there["token_ids"],
+        rope_lengths=there["rope_lengths"],
+        sample_rows=there["sample_rows"],
         attention=AttentionBatch(
-            query_start=put(query_start),
-            context_lens=put(context_lens.astype(np.int32)),
-            block_tables=put(tables),
-            slot_mapping=put(slots(indices)),
-            positions=put(positions),
+            query_start=there["query_start"],
+            context_lens=there["context_lens"],
+            block_tables=there["block_tables"],
+            slot_mapping=there["slot_mapping"],
+            positions=there["positions"],
             max_query_len=int(counts.max()),
             max_context_len=int(context_lens.max()),
-            tree=None if trees is None else TreeMask(put(trees.visible), put(trees.start)),
+            tree=None if trees is None else TreeMask(there["visible"], there["tree_start"]),
         ),
-        slots_before=None if trees is None else put(slots(trees.before)),
+        longest=int(rope_lengths.max()),
+        slots_before=there.get("slots_before"),
+        fed_tokens=there.get("fed_tokens"),
+        source_rows=there.get("source_rows"),
+        copies=_groups(plan.copies, there.get("copies")),
     )
+
+
+def _groups(pairs: list[tuple[int, int]], copies: torch.Tensor | None) -> list[torch.Tensor]:
+    """All copies at once, or each by itself where one reads what another has written."""
+    if copies is None:
+        return []
+    overlapping = bool({source for source, _ in pairs} & {target for _, target in pairs})
+    return list(copies.split(1)) if overlapping else [copies]
 
 
 class _Trees:
@@ -111,7 +149,7 @@ def accepted_moves(sampling: list[ScheduledSequence], gained: list[Verified], bl
     """(source slot, target slot) of accepted nodes that do not lie at their positions yet: none for chains, in path order for trees."""
     moves = []
     for item, verified in zip(sampling, gained, strict=True):
-        end, blocks = item.seq.num_computed + item.num_tokens, item.seq.table.blocks
+        end, blocks = item.start + item.num_tokens, item.seq.table.blocks
         for depth, node in enumerate(verified.nodes):
             if node != depth:
                 moves.append((_slot(blocks, end + node, block_size), _slot(blocks, end + depth, block_size)))

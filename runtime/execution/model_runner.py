@@ -6,11 +6,13 @@ import time
 
 import torch
 
-from dspark.runtime.execution.forward_batch import accepted_moves, build_forward_batch
+from dspark.runtime.execution.device_steps import DeviceSteps
+from dspark.runtime.execution.executor import FinishedStep, PendingStep
+from dspark.runtime.execution.forward_batch import ForwardBatch, accepted_moves, build_forward_batch
 from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder, KVCaches
 from dspark.runtime.sampling.sampler import Sampler
-from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
+from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput, StepOutput
 from dspark.runtime.speculation.drafter import Drafter
 from dspark.runtime.speculation.verify import Verify, verify_coupled
 
@@ -18,8 +20,9 @@ from dspark.runtime.speculation.verify import Verify, verify_coupled
 class ModelRunner:
     """Model, KV pool and sampler of one device, and the drafter that reads the model's features if there is one.
 
-    verify: which of a draft's tokens are kept.
-    forward_s: seconds spent in the model (not in building inputs or sampling). absorb_s: in the drafter after each step.
+    verify: which of a draft's tokens are kept. steps: where a step's work goes, None for a device that does it at once.
+    forward_s: seconds spent in the model (not in building inputs or sampling); with `steps`, in starting it and in waiting for its logits.
+    absorb_s: in the drafter after each step.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class ModelRunner:
         device: str,
         drafter: Drafter | None = None,
         verify: Verify = verify_coupled,
+        steps: DeviceSteps | None = None,
     ) -> None:
         self.model = model
         self.caches = caches
@@ -41,16 +45,33 @@ class ModelRunner:
         self.device = device
         self.drafter = drafter
         self.verify = verify
+        self.steps = steps
         self.forward_s = 0.0
         self.absorb_s = 0.0
         self.sampling_s = 0.0
 
+    def submit(self, plan: SchedulerOutput) -> PendingStep:
+        """Start a step. Where its tokens are drawn on the host it is over when this returns."""
+        batch, sampling = build_forward_batch(plan, self.block_size, self.device), plan.sampling
+        if self.steps is None:
+            return FinishedStep(self._draw(self.compute(batch), sampling))
+        draw = self.steps.prepare(sampling)
+        started = time.perf_counter()
+        if draw is not None:
+            pending = self.steps.start(lambda: self.compute(batch), draw, sampling)
+            self.forward_s += time.perf_counter() - started
+            return pending
+        logits = self.steps.run(lambda: self.compute(batch))
+        self.forward_s += time.perf_counter() - started
+        return FinishedStep(self._draw(logits, sampling))
+
     @torch.inference_mode()
-    def execute(self, plan: SchedulerOutput) -> StepOutput:
-        """Copy blocks, run the model over the plan's tokens, draw tokens for each sequence that asks for one: see `speculation.verify`."""
-        self._copy_blocks(plan.copies)
-        batch = build_forward_batch(plan, self.block_size, self.device)
-        rotations = self.rope.lookup(batch.attention.positions, batch.rope_lengths)
+    def compute(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Copy blocks and run the model over the batch: logits [rows, V], None when no token is drawn. Reads nothing of the plan."""
+        self._copy_blocks(batch.copies)
+        if self.steps is not None:
+            self.steps.feed(batch)
+        rotations = self.rope.lookup(batch.attention.positions, batch.rope_lengths, batch.longest)
         started = time.perf_counter()
         taps = self.drafter.taps if self.drafter is not None else ()
         hidden, features = self.model.forward_tapped(batch.token_ids, rotations, self.caches, batch.attention, batch.sample_rows, taps)
@@ -58,15 +79,19 @@ class ModelRunner:
             absorbing = time.perf_counter()
             self.drafter.absorb(batch, rotations, features)
             self.absorb_s += time.perf_counter() - absorbing
-        sampling = plan.sampling
-        if not sampling:
+        logits = self.model.logits(hidden) if hidden.shape[0] else None
+        if self.steps is None:
             self.forward_s += time.perf_counter() - started
+        return logits
+
+    @torch.inference_mode()
+    def _draw(self, logits: torch.Tensor | None, sampling: list[ScheduledSequence]) -> StepOutput:
+        """Draw tokens for each sequence that asks for one, on the host: see `speculation.verify`."""
+        if logits is None:
             return StepOutput([])
-        logits = self.model.logits(hidden)
-        computed = time.perf_counter()
-        self.forward_s += computed - started
+        started = time.perf_counter()
         gained = self.verify(self.sampler, logits, sampling)
-        self.sampling_s += time.perf_counter() - computed
+        self.sampling_s += time.perf_counter() - started
         self._move_accepted(accepted_moves(sampling, gained, self.block_size))
         return StepOutput(gained)
 
@@ -80,12 +105,9 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.copy_slots(source, target)
 
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        if not copies:
-            return
-        overlapping = bool({source for source, _ in copies} & {target for _, target in copies})
-        for pairs in [[pair] for pair in copies] if overlapping else [copies]:
-            source, target = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
+    def _copy_blocks(self, groups: list[torch.Tensor]) -> None:
+        for pairs in groups:
+            source, target = pairs.unbind(1)
             for k_cache, v_cache in self.caches:
                 self.model.kernels.copy_blocks(k_cache, v_cache, source, target)
             if self.drafter is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dspark.runtime.execution.executor import PendingStep
 from dspark.runtime.execution.loader import load_model, resolve_device
 from dspark.runtime.execution.memory import kv_pool_bytes, num_blocks
 from dspark.runtime.execution.model_runner import ModelRunner
@@ -17,7 +18,7 @@ from dspark.runtime.kv.pool import allocate_pool, bytes_per_block
 from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder
 from dspark.runtime.sampling.sampler import Sampler
-from dspark.runtime.scheduling.plan import SchedulerOutput, StepOutput
+from dspark.runtime.scheduling.plan import SchedulerOutput
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.kv_cache import choose_cache_dtype
@@ -80,9 +81,14 @@ class SingleExecutor:
         self._dtype = manifest.model.dtype
         self._cache_dtype = choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)
 
-    def execute(self, plan: SchedulerOutput) -> StepOutput:
+    steps_ahead = False
+
+    def submit(self, plan: SchedulerOutput) -> PendingStep:
         """Run one step."""
-        return self._runner.execute(plan)
+        return self._runner.submit(plan)
+
+    def draws_alone(self, seq: Sequence) -> bool:
+        return False
 
     def draft(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
         """Drafts of the drafter, see `Drafter.draft`; none without one."""

@@ -121,9 +121,14 @@ class RotaryEmbedding:
         factors, which all its keys must have. None when there is no such length."""
         return self.original + 1 if self.rope.kind == "longrope" and self.max_len > self.original else None
 
-    def lookup(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin [T, R / 2] of positions int64 [T]; lengths int64 [T]: the sequence's length at each token (see `follows_length`)."""
-        if not self.follows_length or lengths is None or int(lengths.max()) <= self.original:
+    def lookup(
+        self, positions: torch.Tensor, lengths: torch.Tensor | None = None, longest: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin [T, R / 2] of positions int64 [T]; lengths int64 [T]: the sequence's length at each token (see `follows_length`).
+
+        longest: the largest of them, where the host knows it; asking a device for it would wait for all its work.
+        """
+        if not self.follows_length or lengths is None or (int(lengths.max()) if longest is None else longest) <= self.original:
             return self.cos[positions], self.sin[positions]
         if self.rope.kind == "longrope":
             beyond = (lengths > self.original)[:, None]
@@ -154,6 +159,6 @@ class RotaryTables:
         """See RotaryEmbedding.recompute_at."""
         return next((table.recompute_at for table in self.tables if table.recompute_at is not None), None)
 
-    def lookup(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> Rotations:
-        """cos and sin of these positions, for each rope."""
-        return [table.lookup(positions, lengths) for table in self.tables]
+    def lookup(self, positions: torch.Tensor, lengths: torch.Tensor | None = None, longest: int | None = None) -> Rotations:
+        """cos and sin of these positions, for each rope; see RotaryEmbedding.lookup."""
+        return [table.lookup(positions, lengths, longest) for table in self.tables]

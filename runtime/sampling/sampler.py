@@ -60,7 +60,7 @@ class Sampler:
 
         Raises MachineError for a row with a NaN or without a finite best logit: any token for it would be an invented one.
         """
-        if not self.record_gaps and all(_takes_the_best(seq) for seq in sequences):
+        if not self.record_gaps and all(takes_the_best(seq) for seq in sequences):
             stored = logits if logits.dtype in KINDS else logits.float()
             return _checked(argmax_rows(as_array(stored.cpu())), sequences).tolist(), None
         wide, tokens, gaps = self.rows(logits, sequences)
@@ -99,7 +99,7 @@ class Sampler:
         return best.tolist()
 
 
-def _takes_the_best(seq: RowContext) -> bool:
+def takes_the_best(seq: RowContext) -> bool:
     """Whether a row's token is that of its largest logit as the model gives them: then they need not be widened to float32."""
     params = seq.request.params
     return params.is_greedy and not changes_logits(params, seq.num_output_tokens)
@@ -108,7 +108,8 @@ def _takes_the_best(seq: RowContext) -> bool:
 def _checked(tokens: np.ndarray, sequences: Sequence[RowContext]) -> np.ndarray:
     """The best tokens. Raises MachineError where there is none."""
     if (tokens < 0).any():
-        raise _no_finite_logits(sequences[int(np.argmax(tokens < 0))])
+        seq = sequences[int(np.argmax(tokens < 0))]
+        raise no_finite_logits(seq, seq.num_tokens)
     return tokens
 
 
@@ -126,9 +127,10 @@ def draw_options(rows: list[int], sequences: Sequence[RowContext]) -> DrawOption
     )
 
 
-def _no_finite_logits(seq: RowContext) -> MachineError:
+def no_finite_logits(seq: RowContext, position: int) -> MachineError:
+    """What to raise when no token can be drawn for a position."""
     return MachineError(
-        f"the model gave no finite logits for request {seq.request.request_id} at token {seq.num_tokens} (answer {seq.index}): "
+        f"the model gave no finite logits for request {seq.request.request_id} at token {position} (answer {seq.index}): "
         "its arithmetic overflowed or its weights are damaged",
         "convert the checkpoint again with a wider --dtype, then run the same command",
     )

@@ -10,18 +10,27 @@ from dspark.runtime.speculation.draft import Draft, Verified
 
 @dataclass
 class ScheduledSequence:
-    """`num_tokens` tokens of a sequence, from position seq.num_computed on. samples: its last one is among them, so a new one is drawn.
+    """`num_tokens` tokens of a sequence, from position `start` on. samples: its last one is among them, so a new one is drawn.
 
     draft: tokens that may follow, computed in the same step to be verified.
+    source_row: where the one token to compute is not drawn yet, its row among the `sampling` of the step before; else -1.
+    What is not given is the sequence's state when it is scheduled: a step that is planned ahead changes it before this one ends.
     """
 
     seq: Sequence
     num_tokens: int
     draft: Draft | None = None
+    start: int = field(init=False)
+    samples: bool = field(init=False)
+    source_row: int = field(init=False)
 
-    @property
-    def samples(self) -> bool:
-        return self.seq.num_computed + self.num_tokens == self.seq.num_tokens
+    def __post_init__(self) -> None:
+        seq = self.seq
+        self.start = seq.num_computed
+        end = self.start + self.num_tokens
+        self.samples = end == seq.num_tokens
+        self.source_row = seq.pending_row if end > len(seq.token_ids) else -1
+        assert self.source_row < 0 or self.num_tokens == 1, "only the newest token may be one that is still to be drawn"
 
     @property
     def num_query_tokens(self) -> int:
@@ -31,10 +40,16 @@ class ScheduledSequence:
 
 @dataclass
 class SchedulerOutput:
-    """One step. copies: KV blocks (source, target) to copy before anything is written."""
+    """One step. copies: KV blocks (source, target) to copy before anything is written.
+
+    num_resident: so many at the front of `scheduled` ran before this step, the others are admitted in it. is_short: planned ahead, and
+    somebody is left out for want of blocks; the results of the steps before may bring some.
+    """
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    num_resident: int = 0
+    is_short: bool = False
 
     @property
     def num_tokens(self) -> int:

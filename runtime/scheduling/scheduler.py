@@ -4,11 +4,17 @@ Order and progress: sequences run in the order of their rank (priority, then arr
 sequence is preempted (its blocks are freed, it is recomputed later), and nothing is admitted in that step. The highest-ranked one can
 always take everybody else's blocks, and a request that would not fit alone is refused by `add`: so every step makes progress and every
 request ends.
+
+One step ahead: a step may be planned (`schedule(ahead=True)`) while the one before it runs, whose tokens are taken for granted (`advance`)
+and known later (`commit`). Till then a drawn token is a placeholder: the row that draws it. An answer that turns out to have ended has one
+token too many in the step that was planned by then: it is dropped. Such a plan drives nobody from their blocks: what it lacks may be
+free when the results are known, and a sequence without blocks never waits for a token.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from typing import Protocol
 
 from dspark.runtime.kv.manager import KVCacheManager
@@ -74,37 +80,62 @@ class Scheduler:
         """Queue a sequence. It must fit the pool alone (the engine refuses it otherwise)."""
         insort(self.waiting, seq, key=lambda s: s.rank)
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan one step: first the running sequences, then as many waiting ones as there is room for."""
+    def schedule(self, ahead: bool = False) -> SchedulerOutput:
+        """Plan one step: first the running sequences, then as many waiting ones as there is room for.
+
+        ahead: the step before is not committed yet. The plan may then be empty.
+        """
         plan = SchedulerOutput()
-        num_preempted = self._schedule_running(plan)
+        num_preempted = self._schedule_running(plan, ahead)
         for item in plan.scheduled:
-            self.kv.register_full_blocks(item.seq, item.seq.num_computed + item.num_tokens)
-        resident = list(plan.scheduled)
-        if num_preempted == 0:
+            self._register(item)
+        plan.num_resident = len(plan.scheduled)
+        if num_preempted == 0 and not plan.is_short:
             self._admit_waiting(plan)
         if self.speculator is not None:
-            self._add_drafts(plan, resident, self.speculator)
+            self._add_drafts(plan, plan.scheduled[: plan.num_resident], self.speculator)
         plan.copies = self.kv.take_copies()
-        assert plan.scheduled or not self.num_unfinished, "no sequence can make progress"
+        assert plan.scheduled or ahead or not self.num_unfinished, "no sequence can make progress"
         return plan
 
-    def commit(self, plan: SchedulerOutput, result: StepOutput) -> list[Sequence]:
-        """Append the new tokens and return the sequences that ended, their blocks released."""
-        gained = iter(result.gained)
-        finished: list[Sequence] = []
+    def advance(self, plan: SchedulerOutput) -> None:
+        """Take for granted that the plan, which is under way now, is computed. Each sampling sequence has one more pending token."""
+        row = 0
         for item in plan.scheduled:
-            seq, samples = item.seq, item.samples
+            seq = item.seq
             seq.num_computed += item.num_tokens
-            if not samples:
-                continue
-            verified = next(gained)
+            if item.samples:
+                seq.num_pending += 1
+                seq.pending_row = row
+                row += 1
+
+    def can_plan_ahead(self, plan: SchedulerOutput, draws_alone: Callable[[Sequence], bool]) -> bool:
+        """Whether the step behind `plan`, which is under way, can be planned before its tokens are known.
+
+        draws_alone: whether a sequence's next token can be drawn while the host does not know its newest one. One that cannot makes the
+        step wait: left out of every other step, it would decode at half the pace. A speculator needs the text itself.
+        """
+        if self.speculator is not None or plan.is_short:
+            return False
+        sequences = [item.seq for item in plan.scheduled if item.samples and item.seq.finish_reason is None]
+        return all(self._is_full(seq) or (seq.num_tokens != self.recompute_at and draws_alone(seq)) for seq in sequences)
+
+    def commit(self, plan: SchedulerOutput, result: StepOutput) -> list[Sequence]:
+        """Put the new tokens in the place of the pending ones and return the sequences that ended, their blocks released."""
+        finished: list[Sequence] = []
+        for item, verified in zip(plan.sampling, result.gained, strict=True):
+            seq = item.seq
+            seq.num_pending -= 1
+            if seq.finish_reason is not None:
+                continue  # it ended in the step before: this one was planned by then
             if self.speculator is not None and item.draft:
                 self.speculator.learn(seq, item.draft, verified)
+            if item.source_row >= 0 and seq.status is SequenceStatus.RUNNING:
+                self._register(item)  # the token that it computed is known by now
             self._append(seq, verified)
             if seq.finish_reason is not None:
                 finished.append(seq)
-            elif seq.num_tokens == self.recompute_at:
+            elif len(seq.token_ids) == self.recompute_at:
                 seq.cache_salt = seq.rope_len = self.recompute_at
                 self._requeue(seq)
             elif item.draft:
@@ -112,6 +143,15 @@ class Scheduler:
         for seq in finished:
             self._finish(seq)
         return finished
+
+    def _register(self, item: ScheduledSequence) -> None:
+        """Enter the blocks that an item fills in the prefix index, as far as their tokens are known."""
+        self.kv.register_full_blocks(item.seq, min(item.start + item.num_tokens, len(item.seq.token_ids)))
+
+    def _is_full(self, seq: Sequence) -> bool:
+        """Whether the answer ends with its pending token at the latest: it has its length."""
+        most = seq.request.params.max_tokens
+        return seq.num_tokens >= self.max_model_len or (most is not None and seq.num_output_tokens >= most)
 
     def _append(self, seq: Sequence, verified: Verified) -> None:
         """Take over what was gained, up to the token that ends the answer. The keys of accepted tokens are stored already."""
@@ -162,16 +202,22 @@ class Scheduler:
             ends.append(seq.prompt_len + seq.request.params.max_tokens)
         return min(ends) - seq.num_tokens - 1
 
-    def _schedule_running(self, plan: SchedulerOutput) -> int:
-        """Give each running sequence its tokens; decodes (one token) first, so that a long prefill cannot starve them."""
+    def _schedule_running(self, plan: SchedulerOutput, ahead: bool) -> int:
+        """Give each running sequence its tokens; decodes (one token) first, so that a long prefill cannot starve them.
+
+        Returns how many were preempted: none ahead, where those that lack blocks are left out instead.
+        """
         budget = self.max_num_batched_tokens
         num_preempted = 0
         order = sorted(self.running, key=lambda s: s.num_uncomputed > 1)  # stable: by rank within each kind
         for seq in order:
-            if seq.status is not SequenceStatus.RUNNING or budget == 0:
+            if seq.status is not SequenceStatus.RUNNING or budget == 0 or (ahead and seq.num_pending and self._is_full(seq)):
                 continue
             num_tokens = min(seq.num_uncomputed, budget)
             while not self.kv.extend(seq, seq.num_computed, seq.num_computed + num_tokens):
+                if ahead:
+                    plan.is_short = True
+                    break
                 victim = self.running[-1]
                 budget += self._unschedule(plan, victim)
                 self._preempt(victim)
@@ -195,8 +241,9 @@ class Scheduler:
             self.waiting.pop(0)
             seq.status = SequenceStatus.RUNNING
             insort(self.running, seq, key=lambda s: s.rank)
-            plan.scheduled.append(ScheduledSequence(seq, num_tokens))
-            self.kv.register_full_blocks(seq, seq.num_computed + num_tokens)
+            item = ScheduledSequence(seq, num_tokens)
+            plan.scheduled.append(item)
+            self._register(item)
             budget -= num_tokens
 
     def _take_blocks(self, seq: Sequence) -> bool:
@@ -205,6 +252,7 @@ class Scheduler:
         All of the sequence's present tokens must fit, with one more block for each running sequence's next tokens: a sequence that is
         admitted only to be preempted costs its prefill twice.
         """
+        assert not seq.num_pending, "the newest token of a sequence that is computed again is known"
         reserve = len(self.running)
         sibling = next((s for s in self.running if s.request is seq.request and _can_share(s, seq)), None)
         if sibling is not None and seq.num_output_tokens == 0:
@@ -238,7 +286,7 @@ class Scheduler:
         insort(self.waiting, seq, key=lambda s: s.rank)
 
     def _finish(self, seq: Sequence) -> None:
-        self.running.remove(seq)
+        (self.running if seq.status is SequenceStatus.RUNNING else self.waiting).remove(seq)
         self._forget(seq)
         seq.status = SequenceStatus.FINISHED
 

@@ -19,6 +19,8 @@ class Sequence:
 
     token_ids: prompt and answer so far. num_computed: how many of them have their keys and values stored. cache_salt: see PrefixIndex.root.
     num_drafted, num_accepted: draft tokens that were verified for it, and those kept.
+    num_pending: tokens behind token_ids that steps in flight will draw: counted in num_tokens, and not known yet. pending_row: row of the
+    newest one among the draws of its step.
     drafter_len: how many of its tokens are known to lie in the layers of a drafter that keeps count (see DraftModel).
     rope_len: the length that a rope which follows the sequence's length counts at least, for each of its tokens.
     """
@@ -34,7 +36,9 @@ class Sequence:
         "num_cached_tokens",
         "num_computed",
         "num_drafted",
+        "num_pending",
         "num_preemptions",
+        "pending_row",
         "prompt_len",
         "rank",
         "request",
@@ -55,6 +59,8 @@ class Sequence:
         self.cache_salt = cache_salt
         self.rope_len = self.prompt_len
         self.num_computed = 0
+        self.num_pending = 0
+        self.pending_row = -1
         self.table = BlockTable()
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
@@ -70,15 +76,15 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.prompt_len
+        return len(self.token_ids) + self.num_pending - self.prompt_len
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -22,7 +22,8 @@ def check_stop(seq: Sequence, eos_token_ids: frozenset[int], max_model_len: int)
     """
     params = seq.request.params
     token = seq.token_ids[-1]
-    num_output = seq.num_output_tokens
+    num_tokens = len(seq.token_ids)  # without those that steps in flight are still to draw
+    num_output = num_tokens - seq.prompt_len
     enough = num_output >= params.min_tokens
     matched = seq.stopper.append(token) if seq.stopper is not None else None  # type: ignore[attr-defined]
     if enough and token in eos_token_ids and not params.ignore_eos:
@@ -31,5 +32,5 @@ def check_stop(seq: Sequence, eos_token_ids: frozenset[int], max_model_len: int)
         seq.finish_reason, seq.stop_reason = "stop", token
     elif enough and matched is not None:
         seq.finish_reason, seq.stop_reason = "stop", matched
-    elif (params.max_tokens is not None and num_output >= params.max_tokens) or seq.num_tokens >= max_model_len:
+    elif (params.max_tokens is not None and num_output >= params.max_tokens) or num_tokens >= max_model_len:
         seq.finish_reason = "length"

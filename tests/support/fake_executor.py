@@ -62,7 +62,7 @@ class FakeExecutor:
         self.num_computed_tokens = 0
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
 
-    def execute(self, plan: SchedulerOutput) -> StepOutput:
+    def run(self, plan: SchedulerOutput) -> StepOutput:
         """Copies, then all writes, then all reads, as a layer of the model does. Raises AssertionError at a wrong read."""
         self.copy(plan.copies)
         written: dict[int, int] = {}
@@ -232,7 +232,9 @@ class FakeRun:
             assert all(seq in planned for seq in decoding if seq in scheduler.running), "a decode is starved by a prefill"
             ranked = sorted(scheduler.running, key=lambda s: s.rank)
             assert ranked[0] in planned, "the first in rank makes no progress"
-        finished = scheduler.commit(plan, self.executor.execute(plan))
+        result = self.executor.run(plan)
+        scheduler.advance(plan)
+        finished = scheduler.commit(plan, result)
         for seq in finished:
             assert seq.finish_reason is not None and (seq.request.request_id, seq.index) not in self.answers
             self.answers[seq.request.request_id, seq.index] = (seq.output_token_ids, seq.finish_reason)

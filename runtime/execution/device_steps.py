@@ -1,0 +1,121 @@
+"""Steps whose tokens are drawn on the device, fed to the next step there, and read by the host when they have arrived.
+
+The host never waits in here but in `DrawnStep.wait` and where tokens must be drawn by the host (`run`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from dspark.runtime.execution.device_queue import DeviceQueue, Event
+from dspark.runtime.execution.forward_batch import ForwardBatch
+from dspark.runtime.sampling.sampler import RowContext, no_finite_logits
+from dspark.runtime.scheduling.plan import ScheduledSequence, StepOutput
+from dspark.runtime.speculation.draft import Verified
+
+Draw = Callable[[torch.Tensor], torch.Tensor]
+"""logits [rows, V] -> a token for each row, int64 [rows], -1 where none has a finite logit; on the logits' device, without waiting."""
+
+
+class DeviceSampler(Protocol):
+    """Draws tokens where the logits are."""
+
+    def draws_alone(self, seq: RowContext) -> bool:
+        """Whether a row's token can be drawn without its newest token's being known to the host."""
+
+    def prepare(self, rows: Sequence[RowContext]) -> Draw | None:
+        """What draws these rows, or None when the host must. The rows' options are read now: the sequences change before it is called."""
+
+
+class DeviceSteps:
+    """Starts steps on a queue.
+
+    Tokens drawn by a step lie in a buffer of the device until the next step's are drawn; that one takes them from there. The queue's order
+    keeps both apart.
+    """
+
+    def __init__(self, queue: DeviceQueue, sampler: DeviceSampler, max_rows: int, device: str) -> None:
+        self.sampler = sampler
+        self._queue = queue
+        self._drawn = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._pin = device.startswith("cuda")
+
+    def prepare(self, sampling: list[ScheduledSequence]) -> Draw | None:
+        """What draws the step's tokens on the device, None when the host must. A step that draws none draws alone."""
+        if any(item.draft is not None for item in sampling):
+            return None
+        return self.sampler.prepare([item.seq for item in sampling])
+
+    def feed(self, batch: ForwardBatch) -> None:
+        """Put the tokens that the step before drew in their places (part of a step's work)."""
+        if batch.fed_tokens is not None and batch.source_rows is not None:
+            batch.token_ids[batch.fed_tokens] = self._drawn[batch.source_rows]
+
+    def start(self, compute: Callable[[], torch.Tensor | None], draw: Draw, sampling: list[ScheduledSequence]) -> DrawnStep:
+        """Queue a step: its logits, its tokens, and their copy to the host."""
+        rows = len(sampling)
+        arrived = torch.empty(rows, dtype=torch.int64, pin_memory=self._pin)
+
+        @torch.inference_mode()
+        def work() -> None:
+            logits = compute()
+            if logits is None:
+                return
+            tokens = draw(logits)
+            arrived.copy_(tokens, non_blocking=True)
+            self._drawn[:rows] = tokens.clamp(min=0)  # -1 ends the job when the host sees it; till then it must be a token
+
+        return DrawnStep(arrived, self._queue.run(work), [(item.seq, item.start + item.num_tokens) for item in sampling])
+
+    def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """Compute a step's logits behind what is queued, and wait for them."""
+        found: list[torch.Tensor | None] = []
+
+        @torch.inference_mode()
+        def work() -> None:
+            found.append(compute())
+
+        self._queue.run(work).wait()
+        return found[0]
+
+
+class DrawnStep:
+    """See `executor.PendingStep`. arrived int64 [rows]: host memory that the device writes before `event`."""
+
+    def __init__(self, arrived: torch.Tensor, event: Event, rows: list[tuple[RowContext, int]]) -> None:
+        self._arrived, self._event, self._rows = arrived, event, rows
+
+    def wait(self) -> StepOutput:
+        self._event.wait()
+        tokens = self._arrived.tolist()
+        for token, (seq, position) in zip(tokens, self._rows, strict=True):
+            if token < 0:
+                raise no_finite_logits(seq, position)
+        return StepOutput([Verified([token]) for token in tokens])
+
+
+class GreedySampler:
+    """Draws the best token of rows that want it and whose logits no option changes; all other rows are the host's."""
+
+    def __init__(self, takes_the_best: Callable[[RowContext], bool]) -> None:
+        self._takes_the_best = takes_the_best
+
+    def draws_alone(self, seq: RowContext) -> bool:
+        return self._takes_the_best(seq)
+
+    def prepare(self, rows: Sequence[RowContext]) -> Draw | None:
+        return best_tokens if all(self._takes_the_best(seq) for seq in rows) else None
+
+
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """logits [rows, V] -> int64 [rows]: the largest, the lowest id among equals; -1 where it is not finite or a NaN is in the row.
+
+    As `sampling.draw.argmax_rows`. torch.argmax promises no order among equals.
+    """
+    top = logits.amax(-1, keepdim=True)  # NaN if there is one
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    first = torch.where(logits == top, ids, logits.shape[-1]).amin(-1)
+    return torch.where(top[:, 0].isfinite(), first, -1)
