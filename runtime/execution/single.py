@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from dspark.kernels.cpu.threads import start_pools
 from dspark.runtime.execution.executor import PendingStep
 from dspark.runtime.execution.loader import load_model, resolve_device
 from dspark.runtime.execution.memory import kv_pool_bytes, num_blocks
 from dspark.runtime.execution.model_runner import ModelRunner
+from dspark.runtime.execution.spinning import governor_for
 from dspark.runtime.kv.pool import allocate_pool, bytes_per_block
 from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder
@@ -55,6 +57,7 @@ class SingleExecutor:
         self.device = resolve_device(config.device)
         self.threads = config.threads or usable_cores()
         set_threads(self.threads)
+        self._governor = governor_for(self.threads, usable_cores(), start_pools) if self.device == "cpu" else None
         model = load_model(
             engine_dir,
             device=self.device,
@@ -85,6 +88,8 @@ class SingleExecutor:
 
     def submit(self, plan: SchedulerOutput) -> PendingStep:
         """Run one step."""
+        if self._governor is not None:
+            self._governor.observe()
         return self._runner.submit(plan)
 
     def draws_alone(self, seq: Sequence) -> bool:
@@ -129,6 +134,7 @@ class SingleExecutor:
             "kv_pool_bytes": self._pool_bytes,
             "forward_s": self._runner.forward_s,
             "sampling_s": self._runner.sampling_s,
+            **(self._governor.metrics() if self._governor is not None else {}),
             **({"draft_s": self._draft_s, "absorb_s": self._runner.absorb_s} if self._runner.drafter is not None else {}),
         }
 
@@ -136,6 +142,8 @@ class SingleExecutor:
         self._runner.forward_s = self._runner.sampling_s = self._runner.absorb_s = self._draft_s = 0.0
 
     def shutdown(self) -> None:
+        if self._governor is not None:
+            self._governor.close()
         self._runner.caches.clear()
 
 

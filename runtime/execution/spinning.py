@@ -1,25 +1,27 @@
 """How OpenMP's threads wait, by whether another job wants the cores.
 
-A thread that spins between two loops is awake for the next one: on idle cores a step is up to a third faster. Where another program shares
-the cores, spinning spends the share that the scheduler grants, and the loops then wait for a descheduled thread: a job runs at a third of its
-speed or much less. GNU OpenMP reads its settings once, but spins next to nothing while more of its threads exist than the process has
-cores (`gomp_managed_threads`, libgomp/config/linux/wait.h). So a few threads that hold sleeping pools of their own switch spinning off, and
-their end switches it on again. What says that the cores are shared is the time this process's runnable threads waited for one
-(Linux: Documentation/scheduler/sched-stats.rst, /proc/PID/schedstat).
+A thread that spins between two loops is awake for the next one: on idle cores a step is up to a third faster. Where another program
+shares the cores, spinning spends the share that the scheduler grants, and the loops then wait for a descheduled thread: a job runs at a
+third of its speed or much less. GNU OpenMP reads its settings once, but it spins next to nothing while more of its threads exist than the
+process has cores (`gomp_managed_threads` in libgomp's config/linux/wait.h). So a few threads that hold sleeping pools of their own switch
+spinning off, and their end switches it on again. What says that the cores are shared is the time for which this process's runnable threads
+waited for one (/proc/PID/schedstat, Linux: Documentation/scheduler/sched-stats.rst).
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dspark.runtime.spec.openmp import threads_spin
+
 WINDOW_S = 0.5
 """Time over which waiting is looked at."""
-CROWDED = 0.10
-"""Threads that waited so much of their time for a core have company."""
+CROWDED = 0.2
+"""Threads that waited so much of their time for a core have company: a third is what one other busy thread on two cores takes, a half means
+that two threads stand on one core."""
 CALM = 0.05
 """Below this share they have none. Sleeping threads wait a little for a core on an idle machine too."""
 CALM_S, LONGEST_CALM_S = 5.0, 60.0
@@ -91,7 +93,7 @@ class SpinGovernor:
     ) -> None:
         self._holders, self._threads, self._read, self._clock = holders, threads, read_wait_s, clock
         self._since = clock()
-        self._waited = read_wait_s() if holders.possible else None
+        self._waited = read_wait_s()
         self._calm_since: float | None = None
         self._calm_s = CALM_S
         self._spun_since = self._since
@@ -126,7 +128,7 @@ class SpinGovernor:
             self._switch(False)
 
     def metrics(self) -> dict[str, float | int]:
-        """wait_share_max: of a thread's time, the most that it waited for a core in half a second."""
+        """core_wait_share_max: of a thread's time, the most that it waited for a core in half a second."""
         return {"core_wait_share_max": self.longest_wait_share, "sleeping_threads_s": self.sleeping_s, "wait_switches": self.switches}
 
     def _sleep_on(self, share: float, now: float) -> None:
@@ -144,7 +146,7 @@ class SpinGovernor:
         self.switches += 1
 
 
-def governor_for(threads: int, start_pools: Callable[[int], None]) -> SpinGovernor:
-    """The governor of this process's threads."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return SpinGovernor(PoolHolders(threads, cores, start_pools), threads)
+def governor_for(threads: int, cores: int, start_pools: Callable[[int], None]) -> SpinGovernor | None:
+    """The governor of this process's threads; None where they never spin, or a single one waits for nobody."""
+    holders = PoolHolders(threads, cores, start_pools)
+    return SpinGovernor(holders, threads) if holders.possible and threads_spin() else None

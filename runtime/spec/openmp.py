@@ -12,3 +12,8 @@ def bound_spinning() -> None:
     """Let waiting threads spin for a bounded while, unless the user has set OpenMP's own variables."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def threads_spin() -> bool:
+    """Whether waiting threads spin at all, as far as OpenMP's variables say."""
+    return os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE" and os.environ.get("GOMP_SPINCOUNT", "") != "0"
