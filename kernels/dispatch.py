@@ -1,8 +1,8 @@
 """THE dispatch point: which implementation of each op a run takes, and why the others declined.
 
 An implementation is a module with functions named like the ops and, optionally, `supports(op, facts) -> str | None`: None accepts, a text
-is the reason to decline. Candidates are asked in order; the reference is last and never declines. A candidate that accepts and then raises
-is an error: nothing is retried on another one.
+is the reason to decline; and `form(op, facts) -> function`, where an op has several forms and the run decides. Candidates are asked in
+order; the reference is last and never declines. A candidate that accepts and then raises is an error: nothing is retried on another one.
 """
 
 from collections.abc import Callable
@@ -100,7 +100,9 @@ def select(op: str, facts: KernelFacts, choice: str = "auto") -> Selection:
             others = {other: decline_reason(candidate, other, facts) for other in CACHE_OPS}
             reason = next((f"does not take {other}, which shares the cache: it {why}" for other, why in others.items() if why), None)
         if reason is None:
-            return Selection(op, candidate, getattr(import_module(_MODULES[candidate][op]), op), declined)
+            module = import_module(_MODULES[candidate][op])
+            form = getattr(module, "form", None)
+            return Selection(op, candidate, form(op, facts) if form else getattr(module, op), declined)
         declined[candidate] = reason
     raise AssertionError(f"the reference declined {op}: {declined}")
 

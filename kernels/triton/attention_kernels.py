@@ -1,4 +1,4 @@
-"""Jitted attention over the paged KV cache: one inner loop over key tiles, a decode and a prefill kernel around it.
+"""Jitted attention over the paged KV cache: a decode and a prefill kernel around one inner loop over key tiles.
 
 Rows of a tile are query heads that share one KV head (GQA packed into the tile): row r is query token r // GROUP, head r % GROUP.
 A key tile spans pages: each key's block id is gathered from the block table, so any page size works. Table entries and slots at or past
@@ -8,96 +8,18 @@ CACHE says what the pages hold: "number", or 8-bit "int8" or "fp8" with scales [
 are multiplied by the scales of the keys, results by those of the values; in the loop 8 bits are widened in registers.
 
 TREE says that the step has draft trees (see `kernels.batch.TreeMask`); a node is one of several queries, so the decode kernel has none.
+PATH is the form of TREE in which a node's arithmetic is that of plain decoding: it is the only query of its program, and the keys of its
+path are gathered in the order of their positions.
+
+SPLIT: a context is shared among programs, `split_keys` keys each, counted from key 0; out and stats then take parts (see
+`attention_merge_kernels`). CHUNK: one program merges parts of as many keys, which gives the bits of a split of that size; 0 for one part.
 """
 
 import triton
 import triton.language as tl
 
-from dspark.kernels.triton.codes_kernels import unit, widen
-
-
-@triton.jit
-def _attend(
-    q,
-    query_index,
-    query_position,
-    query_visible,
-    tree_start,
-    node_position_ptr,
-    first_key,
-    end_key,
-    table_ptr,
-    k_ptr,
-    v_ptr,
-    cache_block_stride,
-    cache_slot_stride,
-    scale,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    CACHE_BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CACHE: tl.constexpr,
-    TREE: tl.constexpr,
-):
-    """Online softmax of q [BLOCK_M, BLOCK_D] over keys first_key .. end_key - 1 of one sequence and KV head.
-
-    query_index [BLOCK_M]: key index of each query's own token. With TREE, query_position and query_visible [BLOCK_M] are the queries'
-    positions and masks, tree_start the key index of the first node, and node_position_ptr + j the position of node j; else position is
-    index and the others are not read. first_key must be a multiple of BLOCK_N, so that a row meets the same tiles whatever its neighbours.
-    Returns (unnormalised sum [BLOCK_M, BLOCK_D], softmax denominator [BLOCK_M], peak score [BLOCK_M]), all float32.
-    """
-    dim = tl.arange(0, BLOCK_D)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(first_key, end_key, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        inside = key < end_key
-        if HEAD_DIM == BLOCK_D:
-            load_mask = inside[:, None]
-        else:
-            load_mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
-        block = tl.load(table_ptr + key // CACHE_BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = block * cache_block_stride + (key % CACHE_BLOCK_SIZE) * cache_slot_stride
-        at = slot[:, None] + dim[None, :]
-        k = widen(tl.load(k_ptr + at, mask=load_mask, other=0), CACHE, q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if SOFTCAP > 0:  # tanh by one exponential; the scores are in base 2, the cap is not: 1.4427 is log2(e)
-            scores = SOFTCAP * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / SOFTCAP))))
-        visible = inside[None, :] & (key[None, :] <= query_index[:, None])
-        key_position = key
-        if TREE:
-            node = tl.maximum(key - tree_start, 0)
-            is_node = inside & (key >= tree_start)
-            on_path = ((query_visible[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
-            visible = visible & (on_path | (key < tree_start)[None, :])
-            if WINDOW > 0:
-                key_position = tl.where(is_node, tl.load(node_position_ptr + node, mask=is_node, other=0).to(tl.int32), key)
-        if WINDOW > 0:
-            visible = visible & (key_position[None, :] > query_position[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet: avoid inf - inf
-        weights = tl.exp2(scores - anchor[:, None])
-        decay = tl.exp2(peak - anchor)
-        total = total * decay + tl.sum(weights, axis=1)
-        v = widen(tl.load(v_ptr + at, mask=load_mask, other=0), CACHE, q.dtype)
-        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-        peak = new_peak
-    return acc, total, peak
-
-
-@triton.jit
-def _times_scale(rows, scale_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CACHE: tl.constexpr):
-    """rows [BLOCK_M, BLOCK_D] times the scales [HEAD_DIM] of an 8-bit cache, in the rows' dtype."""
-    if CACHE != "number":
-        dim = tl.arange(0, BLOCK_D)
-        scale = tl.load(scale_ptr + dim, mask=dim < HEAD_DIM, other=0.0) * unit(CACHE)
-        rows = (rows.to(tl.float32) * scale[None, :]).to(rows.dtype)
-    return rows
+from dspark.kernels.triton.attention_loop_kernels import attend, attend_chunks
+from dspark.kernels.triton.attention_merge_kernels import first_key_of, store_rows, times_scale
 
 
 @triton.jit
@@ -108,17 +30,20 @@ def decode_kernel(
     k_scale_ptr,
     v_scale_ptr,
     out_ptr,
+    stats_ptr,
     query_start_ptr,
     context_len_ptr,
     table_ptr,
     q_token_stride,
     q_head_stride,
-    out_token_stride,
+    num_heads,
     table_stride,
     cache_block_stride,
     cache_head_stride,
     cache_slot_stride,
     scale,
+    split_keys,
+    split_rows,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -128,32 +53,40 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CACHE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Grid (sequences, KV heads), at most one query token a sequence: its GROUP query heads are the rows of the tile."""
+    """Grid (sequences, KV heads, splits), at most one query token a sequence: its GROUP query heads are the rows of the tile."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     token = tl.load(query_start_ptr + sequence).to(tl.int64)
     has_query = tl.load(query_start_ptr + sequence + 1) > token
-    context_len = tl.load(context_len_ptr + sequence)
+    end_key = tl.load(context_len_ptr + sequence)
     row = tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + row
-    mask = ((row < GROUP) & has_query)[:, None] & (dim < HEAD_DIM)[None, :]
+    row_mask = (row < GROUP) & has_query
+    row_at = token * num_heads + head
+    position = end_key - 1 + tl.zeros([BLOCK_M], tl.int32)
+    first_key = first_key_of(end_key - 1, WINDOW, BLOCK_N)
+    if SPLIT:
+        split_start = (first_key // split_keys + tl.program_id(2)) * split_keys
+        if split_start >= end_key:
+            return
+        first_key = tl.maximum(first_key, split_start)
+        end_key = tl.minimum(end_key, split_start + split_keys)
+        row_at += tl.program_id(2).to(tl.int64) * split_rows
+    dim = tl.arange(0, BLOCK_D)
+    mask = row_mask[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + token * q_token_stride + head[:, None] * q_head_stride + dim[None, :], mask=mask, other=0.0)
-    q = _times_scale(q, k_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
-    position = context_len - 1 + tl.zeros([BLOCK_M], tl.int32)
-    first_key = 0
-    if WINDOW > 0:
-        first_key = tl.maximum(context_len - WINDOW, 0) // BLOCK_N * BLOCK_N
-    acc, total, _peak = _attend(
+    q = times_scale(q, k_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
+    acc, total, peak = attend(
         q,
         position,
         position,
         position,
-        context_len,
+        end_key,
         context_len_ptr,
         first_key,
-        context_len,
+        end_key,
         table_ptr + sequence * table_stride,
         k_cache_ptr + kv_head * cache_head_stride,
         v_cache_ptr + kv_head * cache_head_stride,
@@ -169,10 +102,10 @@ def decode_kernel(
         BLOCK_D,
         CACHE,
         False,
+        False,
     )
-    out = _times_scale(acc / tl.where(total == 0.0, 1.0, total)[:, None], v_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
-    out_at = out_ptr + token * out_token_stride + head[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    scale_ptr = v_scale_ptr + kv_head * HEAD_DIM
+    store_rows(acc, total, peak, out_ptr, stats_ptr, scale_ptr, row_at, row_mask, HEAD_DIM, BLOCK_D, CACHE, SPLIT)
 
 
 @triton.jit
@@ -183,6 +116,7 @@ def prefill_kernel(
     k_scale_ptr,
     v_scale_ptr,
     out_ptr,
+    stats_ptr,
     query_start_ptr,
     context_len_ptr,
     table_ptr,
@@ -191,12 +125,15 @@ def prefill_kernel(
     tree_start_ptr,
     q_token_stride,
     q_head_stride,
-    out_token_stride,
+    num_heads,
     table_stride,
     cache_block_stride,
     cache_head_stride,
     cache_slot_stride,
     scale,
+    split_keys,
+    split_rows,
+    num_splits,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -207,45 +144,70 @@ def prefill_kernel(
     BLOCK_D: tl.constexpr,
     CACHE: tl.constexpr,
     TREE: tl.constexpr,
+    PATH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Grid (query tiles of the longest sequence, KV heads, sequences): BLOCK_M // GROUP query tokens of one sequence a program.
+    """Grid (query tiles of the longest sequence, KV heads, sequences * num_splits): BLOCK_M // GROUP query tokens of a sequence a program.
 
-    Tiles past a sequence's own queries return at once. The last tiles, which see the most keys, start first.
+    Tiles past a sequence's own queries return at once. The last tiles, which see the most keys, start first. With PATH the tiles of the
+    queries before a tree come first and then a tile for each node.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    sequence = tl.program_id(2).to(tl.int64)
+    sequence = (tl.program_id(2) // num_splits).to(tl.int64)
     start = tl.load(query_start_ptr + sequence)
     num_queries = tl.load(query_start_ptr + sequence + 1) - start
+    context_len = tl.load(context_len_ptr + sequence)
     first_query = tile * QUERIES
+    end_query = tl.minimum(first_query + QUERIES, num_queries)
+    tree_start = context_len
+    if TREE or PATH:
+        tree_start = tl.load(tree_start_ptr + sequence)
+    if PATH:
+        causal = num_queries - (context_len - tree_start)
+        node_tile = tile - tl.cdiv(causal, QUERIES)
+        first_query = tl.where(node_tile >= 0, causal + node_tile, first_query)
+        end_query = tl.where(node_tile >= 0, first_query + 1, tl.minimum(end_query, causal))
     if first_query < num_queries:
-        context_len = tl.load(context_len_ptr + sequence)
         row = tl.arange(0, BLOCK_M)
         dim = tl.arange(0, BLOCK_D)
         query = first_query + row // GROUP
         head = kv_head * GROUP + row % GROUP
-        mask = ((row < QUERIES * GROUP) & (query < num_queries))[:, None] & (dim < HEAD_DIM)[None, :]
+        row_mask = (row < QUERIES * GROUP) & (query < end_query)
         token = (start + query).to(tl.int64)
-        q_at = q_ptr + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
-        q = tl.load(q_at, mask=mask, other=0.0)
-        q = _times_scale(q, k_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
         first_index = context_len - num_queries + first_query
-        index = first_index + row // GROUP
         end_key = tl.minimum(first_index + QUERIES, context_len)
-        position, visible, tree_start, node_position_ptr = index, index, context_len, position_ptr
         first_position = first_index
+        node_position_ptr = position_ptr
+        if PATH:
+            first_index = tl.load(position_ptr + start + first_query).to(tl.int32)
+            end_key = first_index + end_query - first_query
+            first_position = first_index
+        index = first_index + row // GROUP
+        position, visible = index, index
         if TREE:
-            is_query = query < num_queries
-            position = tl.load(position_ptr + token, mask=is_query, other=0).to(tl.int32)
-            visible = tl.load(visible_ptr + token, mask=is_query, other=0)
-            tree_start = tl.load(tree_start_ptr + sequence)
+            position = tl.load(position_ptr + token, mask=query < num_queries, other=0).to(tl.int32)
+            visible = tl.load(visible_ptr + token, mask=query < num_queries, other=0)
             node_position_ptr = position_ptr + start + num_queries - (context_len - tree_start)
             first_position = tl.minimum(first_index, tree_start)  # where the first nodes stand
-        first_key = 0
-        if WINDOW > 0:
-            first_key = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        acc, total, _peak = _attend(
+        if PATH:
+            visible = tl.load(visible_ptr + start + first_query)
+        first_key = first_key_of(first_position, WINDOW, BLOCK_N)
+        row_at = token * num_heads + head
+        if SPLIT:
+            split = tl.program_id(2) % num_splits
+            split_start = (first_key // split_keys + split) * split_keys
+            row_mask = row_mask & (split_start < end_key)
+            first_key = tl.maximum(first_key, split_start)
+            end_key = tl.minimum(end_key, split_start + split_keys)
+            row_at += split.to(tl.int64) * split_rows
+        mask = row_mask[:, None] & (dim < HEAD_DIM)[None, :]
+        q_at = q_ptr + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
+        q = tl.load(q_at, mask=mask, other=0.0)
+        q = times_scale(q, k_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
+        acc, total, peak = attend_chunks(
             q,
             index,
             position,
@@ -269,7 +231,8 @@ def prefill_kernel(
             BLOCK_D,
             CACHE,
             TREE,
+            PATH,
+            CHUNK,
         )
-        out = _times_scale(acc / tl.where(total == 0.0, 1.0, total)[:, None], v_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, BLOCK_D, CACHE)
-        out_at = out_ptr + token[:, None] * out_token_stride + head[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+        scale_ptr = v_scale_ptr + kv_head * HEAD_DIM
+        store_rows(acc, total, peak, out_ptr, stats_ptr, scale_ptr, row_at, row_mask, HEAD_DIM, BLOCK_D, CACHE, SPLIT)

@@ -13,8 +13,6 @@ from dspark.kernels.triton import tiles
 
 def supports(op: str, facts: KernelFacts) -> str | None:
     """None, or why these kernels do not take the op."""
-    if op in ("rope_store_kv", "read_kv") and facts.deterministic:  # a CPU attention may lay out the cache in its own way
-        return "paged_attention declines deterministic runs, and both share one cache layout"
     return launcher.decline(facts) or (launcher.decline_head_dim(facts) if op == "rope_store_kv" else None)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_cases import wna16_linear_args
 
+from dspark.kernels.dispatch import select
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.triton import attention, elementwise, wna16
 from dspark.kernels.triton import launch as launcher
@@ -46,10 +47,21 @@ def test_declines_what_the_kernels_lack() -> None:
     assert elementwise.supports("rms_norm", facts(head_dim=512)) is None
     assert elementwise.supports("rope_store_kv", facts(head_dim=512)) == "head_dim 512 is above 256"
     assert attention.supports("paged_attention", facts(head_dim=512)) == "head_dim 512 is above 256"
-    assert "deterministic" in (attention.supports("paged_attention", facts(deterministic=True)) or "")
-    assert "cache layout" in (elementwise.supports("rope_store_kv", facts(deterministic=True)) or "")
-    assert elementwise.supports("rms_norm", facts(deterministic=True)) is None
-    assert wna16.supports("make_wna16_linear", facts(deterministic=True)) is None
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_deterministic_runs_are_taken() -> None:
+    """By all of them, attention in a form of its own."""
+    wanted = facts(deterministic=True)
+    for module, op in (
+        (elementwise, "rms_norm"),
+        (elementwise, "rope_store_kv"),
+        (attention, "paged_attention"),
+        (wna16, "make_wna16_linear"),
+    ):
+        assert module.supports(op, wanted) is None
+    assert select("paged_attention", wanted, "triton").function is attention.deterministic_paged_attention
+    assert select("paged_attention", facts(), "triton").function is attention.paged_attention
 
 
 def test_declines_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,15 +66,20 @@ def checks(names: list[str]) -> dict[str, Callable[[], Any]]:
     return {name: known[name] for name in wanted}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    for name, check in checks(sys.argv[1:]).items():
+def report_all(named: dict[str, Callable[[], Any]]) -> None:
+    """Run checks and print one JSON line each: id, error (a traceback, or null), seconds."""
+    for name, check in named.items():
         start, error = time.perf_counter(), None
         try:
             check()
         except Exception:
             error = traceback.format_exc()
         print(json.dumps({"id": name, "error": error, "seconds": time.perf_counter() - start}), flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    report_all(checks(sys.argv[1:]))
 
 
 if __name__ == "__main__":
