@@ -37,8 +37,9 @@ class Executor(Protocol):
     device: str
     """"cpu" or "cuda"."""
 
-    steps_ahead: bool
-    """Whether a step may be submitted while the one before it runs. It takes what that one draws from the device (`source_row`)."""
+    @property
+    def steps_ahead(self) -> bool:
+        """Whether a step may be submitted while the one before it runs. It takes what that one draws from the device (`source_row`)."""
 
     def submit(self, plan: SchedulerOutput) -> PendingStep:
         """Start one step, behind those that were submitted before. All that it needs of the plan and its sequences is read here."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from dspark.kernels.cpu.threads import start_pools
+from dspark.runtime.execution.device_queue import CudaQueue, DeviceQueue
+from dspark.runtime.execution.device_steps import DeviceSteps, GreedySampler
 from dspark.runtime.execution.executor import PendingStep
 from dspark.runtime.execution.loader import load_model, resolve_device
 from dspark.runtime.execution.memory import kv_pool_bytes, num_blocks
@@ -19,7 +21,7 @@ from dspark.runtime.execution.spinning import governor_for
 from dspark.runtime.kv.pool import allocate_pool, bytes_per_block
 from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder
-from dspark.runtime.sampling.sampler import Sampler
+from dspark.runtime.sampling.sampler import RowContext, Sampler, takes_the_best
 from dspark.runtime.scheduling.plan import SchedulerOutput
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.engine_config import EngineConfig
@@ -42,7 +44,10 @@ BuildDrafter = Callable[[Decoder, Sampler, int], Drafter]
 
 
 class SingleExecutor:
-    """Loads the model, allocates the KV pool, runs plans. build_drafter: makes the drafter that lives beside the model, if any."""
+    """Loads the model, allocates the KV pool, runs plans.
+
+    build_drafter: makes the drafter that lives beside the model, if any. queue: where steps go (default: a GPU's stream; a CPU has none).
+    """
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class SingleExecutor:
         record_gaps: bool,
         interpreted: bool,
         build_drafter: BuildDrafter | None = None,
+        queue: DeviceQueue | None = None,
     ) -> None:
         self.device = resolve_device(config.device)
         self.threads = config.threads or usable_cores()
@@ -79,21 +85,25 @@ class SingleExecutor:
         if drafter is not None:
             drafter.allocate(self.num_blocks)
         verify = verify_rejection if config.speculative_sampling == "rejection" else verify_coupled
-        self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device, drafter, verify)
+        queue = CudaQueue() if queue is None and self.device == "cuda" else queue
+        self._steps = DeviceSteps(queue, _device_sampler(record_gaps), config.max_num_seqs, self.device) if queue is not None else None
+        self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device, drafter, verify, self._steps)
         self._drafter, self._draft_s = drafter, 0.0
         self._dtype = manifest.model.dtype
         self._cache_dtype = choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)
 
-    steps_ahead = False
+    @property
+    def steps_ahead(self) -> bool:
+        return self._steps is not None
 
     def submit(self, plan: SchedulerOutput) -> PendingStep:
-        """Run one step."""
+        """Start one step."""
         if self._governor is not None:
             self._governor.observe()
         return self._runner.submit(plan)
 
     def draws_alone(self, seq: Sequence) -> bool:
-        return False
+        return self._steps is not None and self._steps.sampler.draws_alone(seq)
 
     def draft(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
         """Drafts of the drafter, see `Drafter.draft`; none without one."""
@@ -145,6 +155,15 @@ class SingleExecutor:
         if self._governor is not None:
             self._governor.close()
         self._runner.caches.clear()
+
+
+def _device_sampler(record_gaps: bool) -> GreedySampler:
+    """Gaps are the host's."""
+
+    def takes(seq: RowContext) -> bool:
+        return not record_gaps and takes_the_best(seq)
+
+    return GreedySampler(takes)
 
 
 def set_threads(threads: int) -> None:

@@ -1,0 +1,122 @@
+"""The real model behind a slow device: tokens that the host has not seen go from step to step, and the answers stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_queue import DeferredQueue
+from engine_runs import run_requests, texts, tiny_engine
+
+from dspark.runtime.engine import Engine
+from dspark.runtime.execution.device_steps import DeviceSteps, GreedySampler, best_tokens
+from dspark.runtime.execution.single import SingleExecutor
+from dspark.runtime.jobs.tokenizer import load_codec
+from dspark.runtime.sampling.draw import argmax_rows
+from dspark.runtime.scheduling.plan import ScheduledSequence
+from dspark.runtime.scheduling.sequence import Sequence
+from dspark.runtime.spec.engine_config import EngineConfig
+from dspark.runtime.spec.errors import MachineError
+from dspark.runtime.spec.manifest import load_manifest
+from dspark.runtime.spec.request import Request
+from dspark.runtime.spec.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_engine(tmp_path_factory.mktemp("device-steps"))
+
+
+def queued_engine(engine_dir: Path, queue: DeferredQueue, **config: Any) -> Engine:
+    """An engine on a CPU that is given its work through a queue."""
+    manifest = load_manifest(engine_dir)
+    settings = EngineConfig(**{"device": "cpu", "kv_cache_memory_bytes": 64 << 20, **config})
+    max_len = settings.max_model_len or manifest.model.context_length
+    executor = SingleExecutor(engine_dir, manifest, settings, max_len, False, False, queue=queue)
+    return Engine(manifest, settings, executor, load_codec(engine_dir), max_len)
+
+
+def lines(**options: Any) -> list[Request]:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in (21, 9, 40, 1)]
+    prompts[1] = prompts[0][:17] + prompts[1]
+    return [Request(i, prompt, SamplingParams(max_tokens=20, **options), draw_key=70 + i) for i, prompt in enumerate(prompts)]
+
+
+def run(engine: Engine, requests: Iterable[Request]) -> dict[int, list[list[int]]]:
+    for request in requests:
+        engine.add(request)
+    outputs = {output.request_id: output for output in engine.drain()}
+    engine.kv.check_integrity([])
+    return texts(outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "ahead"),
+    [
+        ({}, {}, True),
+        ({"ignore_eos": True, "n": 2}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}, True),
+        ({"ignore_eos": True}, {"kv_cache_memory_bytes": 48 << 10, "max_model_len": 64}, True),
+        ({"repetition_penalty": 1.3}, {}, False),
+        ({"temperature": 0.9, "top_p": 0.95}, {}, False),
+        ({"ignore_eos": True}, {"speculative": "ngram"}, False),
+    ],
+)
+def test_answers_do_not_depend_on_when_they_are_known(engine_dir: Path, options: dict, config: dict, ahead: bool) -> None:
+    """Chunked prompts, siblings and a tight pool, a step ahead; and what the host must draw, in steps that wait."""
+    expected = texts(run_requests(engine_dir, lines(**options), **config))
+    queue = DeferredQueue((3, 0, 1), (0, 2, 1))
+    engine = queued_engine(engine_dir, queue, **config)
+    assert run(engine, lines(**options)) == expected
+    assert (engine.metrics()["steps_ahead"] > 0) is ahead
+    assert queue.most_waiting == (2 if ahead else 1)
+    assert queue.num_given >= engine.metrics()["num_steps"]
+
+
+def test_lines_that_the_host_must_draw_join_lines_that_run_ahead(engine_dir: Path) -> None:
+    """A step may be planned ahead and turn out to have a row for the host: it is waited for at once, with the fed tokens in place."""
+    plain, penalized = lines(ignore_eos=True), lines(ignore_eos=True, repetition_penalty=1.2)
+    late = [Request(10 + r.request_id, [*r.prompt_token_ids, 5], r.params, r.draw_key) for r in penalized]
+    engine = queued_engine(engine_dir, DeferredQueue((2,)))
+    for request in plain:
+        engine.add(request)
+    outputs = [*engine.step(), *engine.step(), *engine.step()]
+    ahead = engine.metrics()["steps_ahead"]
+    for request in late:
+        engine.add(request)
+    outputs += list(engine.drain())
+    assert ahead == 3 and engine.metrics()["steps_ahead"] >= ahead + 1
+    assert texts({o.request_id: o for o in outputs}) == texts(run_requests(engine_dir, [*plain, *late]))
+
+
+def test_the_best_token_is_the_hosts() -> None:
+    """Ties go to the lowest id, a NaN or a row without a finite best has none."""
+    rows = torch.randn(40, 301).bfloat16().float()
+    rows[0, 7] = rows[0, 200] = 50.0
+    rows[1, 3] = torch.nan
+    rows[2] = -torch.inf
+    rows[3, 5] = torch.inf
+    rows[4] = 0.0
+    rows[5, :-1] = -torch.inf
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted = argmax_rows(rows.numpy())
+        assert best_tokens(rows.to(dtype)).tolist() == wanted.tolist()
+    assert wanted[:6].tolist() == [7, -1, -1, -1, 0, 300]
+
+
+def test_a_row_without_a_token_ends_the_job_where_it_is_read() -> None:
+    """The next step is under way by then, and must not look up token -1."""
+    queue = DeferredQueue((1,))
+    steps = DeviceSteps(queue, GreedySampler(lambda seq: True), 4, "cpu")
+    seq = Sequence(Request(3, [5, 6], SamplingParams()), 0, 0)
+    item = ScheduledSequence(seq, 2)
+    draw = steps.prepare([item])
+    assert draw is not None
+    pending = steps.start(lambda: torch.full((1, 9), torch.nan), draw, [item])
+    seq.num_pending = 2
+    with pytest.raises(MachineError, match=r"no finite logits for request 3 at token 2 \(answer 0\)"):
+        pending.wait()
+    assert steps._drawn.tolist() == [0, 0, 0, 0]

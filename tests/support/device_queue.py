@@ -1,0 +1,171 @@
+"""A device that takes its time: work that is given to its queue is done when the device gets to it, not before, and in order.
+
+Time passes when somebody waits, and a little whenever work is given. So what the host reads too early is not there yet, and what it
+changes too early is seen by work that comes later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+from fake_executor import FakeExecutor, digests, next_token
+
+from dspark.runtime.execution.executor import FinishedStep
+from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput, StepOutput
+from dspark.runtime.scheduling.sequence import Sequence
+from dspark.runtime.speculation.draft import Verified
+
+
+class FakeEvent:
+    """One piece of work. is_done: the device has got past it."""
+
+    def __init__(self, queue: DeferredQueue, work: Callable[[], None], polls: int) -> None:
+        self._queue, self.work, self.polls_left = queue, work, polls
+        self.is_done = False
+
+    def wait(self) -> None:
+        while not self.is_done:
+            self._queue.poll()
+
+
+class DeferredQueue:
+    """delays: polls that each piece of work takes, over and over. eager_polls: polls that pass whenever work is given, over and over."""
+
+    def __init__(self, delays: tuple[int, ...] = (1,), eager_polls: tuple[int, ...] = (0,)) -> None:
+        self._delays: Iterator[int] = cycle(delays)
+        self._eager: Iterator[int] = cycle(eager_polls)
+        self._waiting: deque[FakeEvent] = deque()
+        self.num_given = 0
+        self.most_waiting = 0
+
+    def run(self, work: Callable[[], None]) -> FakeEvent:
+        event = FakeEvent(self, work, next(self._delays))
+        self._waiting.append(event)
+        self.num_given += 1
+        self.most_waiting = max(self.most_waiting, len(self._waiting))
+        for _ in range(next(self._eager)):
+            self.poll()
+        return event
+
+    def poll(self) -> None:
+        """Let the device do some of the work at the front."""
+        if not self._waiting:
+            return
+        event = self._waiting[0]
+        event.polls_left -= 1
+        if event.polls_left < 0:
+            event.work()
+            event.is_done = True
+            self._waiting.popleft()
+
+
+class SentItem:
+    """What the device is told of one scheduled sequence: copies, since the host goes on changing its own."""
+
+    def __init__(self, item: ScheduledSequence) -> None:
+        seq = item.seq
+        assert item.draft is None
+        end = item.start + item.num_tokens
+        self.blocks = list(seq.table.blocks)
+        self.start, self.end, self.samples, self.source_row = item.start, end, item.samples, item.source_row
+        self.tokens = list(seq.token_ids[:end])
+        self.salt, self.draw_key, self.index = seq.cache_salt, seq.request.draw_key, seq.index
+        assert len(self.tokens) == end - (item.source_row >= 0), "a token to compute is known neither to the host nor to the device"
+
+
+class ArrivingStep:
+    """Tokens that are not there before the device has drawn them."""
+
+    def __init__(self, event: FakeEvent, drawn: list[int], log: Callable[[], None]) -> None:
+        self._event, self._drawn, self._log = event, drawn, log
+
+    @property
+    def tokens(self) -> list[int]:
+        assert self._event.is_done, "a result is read before it is ready"
+        return self._drawn
+
+    def wait(self) -> StepOutput:
+        self._event.wait()
+        self._log()
+        return StepOutput([Verified([token]) for token in self.tokens])
+
+
+class StandinExecutor(FakeExecutor):
+    """The fake executor behind the engine's interface: every step is done when it is submitted."""
+
+    device = "cpu"
+    steps_ahead = False
+    draft_tokens = 0
+    machine = None
+
+    def __init__(self, num_blocks: int, block_size: int, recompute_at: int | None = None) -> None:
+        super().__init__(num_blocks, block_size)
+        self.recompute_at = recompute_at
+
+    def submit(self, plan: SchedulerOutput) -> Any:
+        return FinishedStep(self.run(plan))
+
+    def draws_alone(self, seq: Sequence) -> bool:
+        raise AssertionError("asked of an executor that takes no steps ahead")
+
+    def cache_salt(self, prompt_len: int) -> int:
+        return prompt_len % 3 // 2  # some prompts share nothing with others
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
+    def shutdown(self) -> None:
+        pass
+
+
+class QueueExecutor(StandinExecutor):
+    """The same behind a queue. log: ("submit" or "read", number of the step), as they came."""
+
+    steps_ahead = True
+
+    def __init__(self, queue: DeferredQueue, num_blocks: int, block_size: int, recompute_at: int | None = None) -> None:
+        super().__init__(num_blocks, block_size, recompute_at)
+        self.queue = queue
+        self.drawn: list[int] = []  # by the newest step that the device has done
+        self.log: list[tuple[str, int]] = []
+
+    def draws_alone(self, seq: Sequence) -> bool:
+        """Penalties count tokens, which the host does; see what `submit` asserts."""
+        return not needs_history(seq)
+
+    def submit(self, plan: SchedulerOutput) -> ArrivingStep:
+        number = sum(kind == "submit" for kind, _ in self.log)
+        self.log.append(("submit", number))
+        for item in plan.sampling:
+            assert item.source_row < 0 or not needs_history(item.seq), "the host must draw this token, and does not know the one before"
+        items, copies, drawn = [SentItem(item) for item in plan.scheduled], list(plan.copies), []
+        event = self.queue.run(lambda: self._execute(items, copies, drawn))
+        return ArrivingStep(event, drawn, lambda: self.log.append(("read", number)))
+
+    def _execute(self, items: list[SentItem], copies: list[tuple[int, int]], drawn: list[int]) -> None:
+        """Copies, then all writes, then all reads, with the tokens that the step before drew. Raises AssertionError at a wrong read."""
+        self.copy(copies)
+        written: dict[int, int] = {}
+        for item in items:
+            if item.source_row >= 0:
+                item.tokens.append(self.drawn[item.source_row])
+            values = digests(item.tokens, item.salt)
+            for position in range(item.start, item.end):
+                self.write(written, self._place(item, position), values[position])
+        for item in items:
+            for position, value in enumerate(digests(item.tokens, item.salt)):
+                assert self.slots[self._place(item, position)] == value, f"position {position} of {item.end} reads what is not its own"
+        self.num_computed_tokens += sum(item.end - item.start for item in items)
+        drawn += [next_token(item.tokens, item.draw_key, item.index) for item in items if item.samples]
+        self.drawn = drawn
+
+    def _place(self, item: SentItem, position: int) -> int:
+        return item.blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def needs_history(seq: Sequence) -> bool:
+    """Whether the stand-in for a sampler draws a sequence's tokens on the host."""
+    return seq.request.params.repetition_penalty != 1.0
