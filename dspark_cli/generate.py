@@ -129,7 +129,9 @@ def run_generate(console: Console, options: JobOptions, config: EngineConfig, sa
         raise UsageError("--write-expired needs --until", "add --until HH:MM")
     check_metrics_path(options)
     if options.dry_run:
-        return run_dry(console, options, config, sampling, loaders)
+        from dspark_cli.dry_run import run_dry
+
+        return run_dry(console, options, config, sampling, loaders, ConsoleReporter(console, options))
     spec = JobSpec(
         input=options.input,
         output=options.output,
@@ -157,38 +159,6 @@ def run_generate(console: Console, options: JobOptions, config: EngineConfig, sa
     if options.metrics is not None:
         write_metrics(options.metrics, result.metrics)
     return result.exit_code
-
-
-def run_dry(console: Console, options: JobOptions, config: EngineConfig, sampling: dict[str, Any], loaders: Loaders) -> int:
-    """Report what the job would do; returns the exit code that it would have."""
-    from dspark.runtime.jobs.defaults import defaults_in_force
-    from dspark.runtime.jobs.dry_run import dry_run
-    from dspark.runtime.jobs.scan import open_input
-    from dspark.runtime.spec.kv_cache import choose_cache_dtype
-    from dspark.runtime.spec.manifest import load_manifest
-    from dspark.runtime.speculation.choice import choose_speculation
-
-    assert options.engine is not None
-    open_input(options.input).close()
-    manifest = load_manifest(options.engine)
-    choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)
-    choose_speculation(config, options.engine)
-    defaults = defaults_in_force(sampling, options.engine)
-    builder = loaders.load_builder(options.engine, manifest, config, defaults)
-    reporter = ConsoleReporter(console, options)
-    max_tokens = defaults.max_tokens or manifest.model.context_length
-    found = dry_run(options.input, builder, config.block_size, max_tokens, options.limit, options.allow_duplicate_ids, reporter.failed)
-    reporter.close()
-    console.document(found.document())
-    console.data(f"lines          {found.num_lines}: {found.num_servable} can be served, {found.num_errors} would be error records")
-    if found.num_servable:
-        prompt = found.prompt_tokens
-        console.data(f"prompt tokens  {prompt['total']} (p50 {prompt['p50']}, p90 {prompt['p90']}, max {prompt['max']})")
-        share = 100 * found.shared_tokens / prompt["total"]
-        console.data(f"shared         {found.shared_tokens} prompt tokens ({share:.0f}%) in beginnings in common")
-        console.data(f"output tokens  at most {found.most_output_tokens}")
-    console.data(f"exit code      {found.exit_code}")
-    return found.exit_code
 
 
 def check_metrics_path(options: JobOptions) -> None:

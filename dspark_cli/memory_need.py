@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dspark.runtime.roofline.weights import WIDTH, ModelShape
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.kv_cache import KVCacheConfig, choose_cache_dtype
 from dspark.runtime.spec.model_config import ModelConfig
-from dspark.runtime.spec.quant import QuantConfig, QuantScheme
+from dspark.runtime.spec.quant import QuantConfig
 
-WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 PROGRAM_BYTES = 450_000_000
 """Python, the libraries, compiled kernels and their scratch, measured on the sample model; the rest of a run is computed."""
 
@@ -56,32 +55,12 @@ def memory_need(config: ModelConfig, quant: QuantConfig | None, kv_cache: KVCach
 
 def kv_bytes_per_token(config: ModelConfig, kv_dtype: str) -> int:
     """Keys and values of one token in every layer."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * WIDTH[kv_dtype]
+    return ModelShape(config, kv_dtype=kv_dtype).kv_bytes_per_token
 
 
 def weight_bytes(config: ModelConfig, quant: QuantConfig | None) -> int:
     """Of all weights as a CPU holds them."""
-    from dspark.converters.mapping import EMBEDDING, expected_tensors, linear_modules
-
-    linears, width, total = linear_modules(config), WIDTH[config.dtype], 0
-    for name, shape in expected_tensors(config).items():
-        module = name.removesuffix(".weight")
-        scheme = quant.scheme_for(module) if quant is not None and module in linears else None
-        total += math.prod(shape) * width if scheme is None else _quantized_bytes(scheme, shape[0], shape[1], width)
-    if config.tie_word_embeddings and config.dtype == "bfloat16":  # the head is re-laid, the rows of the table stay for the look-up
-        total += math.prod(expected_tensors(config)[EMBEDDING]) * width
-    return total
-
-
-def _quantized_bytes(scheme: QuantScheme, num_outputs: int, num_inputs: int, width: int) -> int:
-    """fp8 is expanded at load; codes of 2 or 3 bits take lanes of 4, of 5 to 7 bits lanes of 8."""
-    elements = num_outputs * num_inputs
-    if scheme.storage == "fp8":
-        return elements * width
-    if scheme.storage == "int8":
-        return elements + 4 * num_outputs
-    groups = -(-num_inputs // scheme.resolved_group_size(num_inputs)) * num_outputs
-    return elements * (4 if scheme.weight_bits <= 4 else 8) // 8 + groups * (2 if scheme.symmetric else 3)
+    return ModelShape(config, quant, layout="cpu").weight_bytes
 
 
 def _inner(config: ModelConfig) -> int:

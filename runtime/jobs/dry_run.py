@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dspark.runtime.jobs.index import LINE, SLOT, FixedFile
-from dspark.runtime.jobs.lines import LineError
+from dspark.runtime.jobs.lines import JobLine, LineError
 from dspark.runtime.jobs.order import WorkFeed
 from dspark.runtime.jobs.runner import Builder
 from dspark.runtime.jobs.scan import check_duplicates, scan_input
+from dspark.runtime.spec.errors import RequestError
+from dspark.runtime.spec.request import Request
 
 _LENGTH_STEP = 1.25
 """Bounds of the length table grow by this factor."""
@@ -50,7 +52,11 @@ class Lengths:
 @dataclass(frozen=True)
 class DryRun:
     """num_servable: lines that would go to the engine. prompt_tokens: see `Lengths.summary`. most_output_tokens: sum of what the lines may
-    generate. shared_tokens: prompt tokens in whole blocks that the line before has too, in the order of work."""
+    generate. shared_tokens: prompt tokens in whole blocks that the line before has too, in the order of work.
+
+    num_answers: of the lines that can be served. longest_answer: tokens that one of them may have. longest_request: tokens of the longest
+    prompt and answer together. context_tokens: over all tokens of answers as long as allowed, the sum of how many came before.
+    """
 
     num_lines: int
     num_servable: int
@@ -58,10 +64,14 @@ class DryRun:
     prompt_tokens: dict[str, int]
     most_output_tokens: int
     shared_tokens: int
+    num_answers: int = 0
+    longest_answer: int = 0
+    longest_request: int = 0
+    context_tokens: int = 0
 
     @property
     def exit_code(self) -> int:
-        """What the job would exit with at best: a request may still be too large for the KV pool."""
+        """What the job would exit with, if nothing stops it."""
         return 3 if self.num_errors else 0
 
     def document(self) -> dict[str, Any]:
@@ -77,10 +87,14 @@ def dry_run(
     limit: int | None,
     allow_duplicate_ids: bool,
     on_error: Callable[[LineError], None],
+    num_blocks: int | None = None,
 ) -> DryRun:
-    """Go through the file as a job would, into a scratch directory. Raises what the job would raise before its first step."""
+    """Go through the file as a job would, into a scratch directory. num_blocks: of the KV pool, None if that is not known.
+
+    Raises what the job would raise before its first step.
+    """
     lengths = Lengths()
-    num_errors = most_output = shared = 0
+    num_errors = most_output = shared = num_answers = longest_answer = longest_request = context = 0
     before: list[int] = []
     with tempfile.TemporaryDirectory(prefix="dspark-") as name:
         index = FixedFile(Path(name) / "lines.bin", LINE, create=True)
@@ -95,18 +109,43 @@ def dry_run(
                     assert work.error is not None
                     raise work.error
                 request = builder.build(work.line, work.key.at)
+                _check_room(work.line, request, block_size, num_blocks)
             except LineError as error:
                 num_errors += 1
                 on_error(error)
                 continue
-            tokens = request.prompt_token_ids
+            tokens, most, answers = request.prompt_token_ids, request.params.max_tokens or 0, request.params.n
             lengths.add(len(tokens))
-            most_output += (request.params.max_tokens or 0) * request.params.n
+            most_output += most * answers
+            num_answers += answers
+            longest_answer = max(longest_answer, most)
+            longest_request = max(longest_request, len(tokens) + most)
+            context += answers * (most * len(tokens) + most * (most - 1) // 2)
             shared += _shared_blocks(before, tokens, block_size) * block_size
             before = tokens
         index.close()
         slots.close()
-    return DryRun(facts.num_lines, lengths.count, num_errors, lengths.summary(), most_output, shared)
+    return DryRun(
+        facts.num_lines,
+        lengths.count,
+        num_errors,
+        lengths.summary(),
+        most_output,
+        shared,
+        num_answers,
+        longest_answer,
+        longest_request,
+        context,
+    )
+
+
+def _check_room(line: JobLine, request: Request, block_size: int, num_blocks: int | None) -> None:
+    """Raise the LineError of a request that the engine would refuse since the whole pool cannot hold it."""
+    longest = len(request.prompt_token_ids) + (request.params.max_tokens or 0)
+    needed = -(-longest // block_size)
+    if num_blocks is not None and needed > num_blocks:
+        message = f"prompt and answer of up to {longest} tokens need {needed} KV blocks, the pool has {num_blocks}"
+        raise LineError.at(line, RequestError(message, "kv_capacity_exceeded", "max_tokens"))
 
 
 def _shared_blocks(before: list[int], tokens: list[int], block_size: int) -> int:
