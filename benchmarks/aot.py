@@ -24,9 +24,11 @@ import torch
 from dspark.kernels.batch import AttentionBatch, TreeMask
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.kv_cache import KVScales
-from dspark.kernels.triton import attention, elementwise, wna16
+from dspark.kernels.triton import attention, elementwise
 from dspark.kernels.triton import launch as launcher
-from dspark.kernels.wna16 import Wna16Weight
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from aot_gemms import gemm_runs
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory one block may use, by compute capability."""
@@ -38,6 +40,7 @@ _TYPES = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
     torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 CACHE_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -55,6 +58,7 @@ class ModelShape:
 
 MODELS = (
     ModelShape("SmolLM2-135M", 576, 1536, 9, 3, 64),
+    ModelShape("Qwen3-4B", 2560, 9728, 32, 8, 128),
     ModelShape("Llama-3-8B", 4096, 14336, 32, 8, 128),
     ModelShape("head_dim 80", 2560, 6912, 32, 32, 80),
     ModelShape("head_dim 96", 3072, 8192, 32, 8, 96),
@@ -155,20 +159,8 @@ def model_launches(model: ModelShape) -> Iterator[Launch]:
         query = meta(total, heads, dim)
         attend = partial(attention.paged_attention, query, pages, pages, batch, dim**-0.5, window, softcap, steps)
         yield from record(attend, label)
-    for bits, symmetric in ((4, True), (4, False), (8, True)):
-        group = next(size for size in (128, 64, 32) if model.hidden % size == 0)
-        groups = model.hidden // group
-        zeros = None if symmetric else meta(groups, 2 * model.intermediate, of=torch.uint8)
-        packed = meta(model.hidden * bits // 32, 2 * model.intermediate, of=torch.int32)
-        scales = meta(groups, 2 * model.intermediate, of=torch.float16)
-        linear = wna16.make_wna16_linear(Wna16Weight(packed, scales, zeros, bits, model.hidden), None, facts)
-        for rows in (1, 32, 64, 512):
-            label = f"{model.name} w{bits}{'' if symmetric else ' asym'} g{group} M={rows}"
-
-            def multiply(linear: Callable[..., Any] = linear, rows: int = rows) -> None:
-                linear(meta(rows, model.hidden))
-
-            yield from record(multiply, label)
+    for run, label in gemm_runs(model.name, model.hidden, model.intermediate, dtype, facts):
+        yield from record(run, label)
 
 
 def compile_launch(launch: Launch, arch: int) -> Row:
@@ -178,7 +170,7 @@ def compile_launch(launch: Launch, arch: int) -> Row:
     from triton.compiler import ASTSource
 
     names = launch.kernel.arg_names
-    options = {name: launch.config[name] for name in ("num_warps", "num_stages") if name in launch.config}
+    options = {name: launch.config[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in launch.config}
     signature: dict[str, str] = {}
     constants: dict[Any, Any] = {}
     attrs: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -198,9 +190,15 @@ def compile_launch(launch: Launch, arch: int) -> Row:
     compiled = triton.compile(ASTSource(launch.kernel, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options)
     seconds = time.perf_counter() - start
     registers, stack = resource_usage(compiled.asm["cubin"])
-    mma = "wgmma" if "wgmma.mma_async" in compiled.asm["ptx"] else "mma" if "mma.sync" in compiled.asm["ptx"] else ""
+    mma = matrix_instruction(compiled.asm["ptx"])
     kernel = launch.kernel.__name__
     return Row(kernel, launch.label, arch, registers, stack, compiled.metadata.shared, options.get("num_warps", 4), mma, seconds)
+
+
+def matrix_instruction(ptx: str) -> str:
+    """"mma" or "wgmma" and the type of its operands ("mma s8"), "" where there is none."""
+    found = re.search(r"(wgmma|mma)\.(?:mma_async\.)?sync\.[\w.]*?\.(bf16|f16|tf32|s8|e4m3)\.", ptx)
+    return f"{found[1]} {found[2]}" if found else ""
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
@@ -238,7 +236,7 @@ def _identity(value: Any) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, action="append", help="compute capability as 80 or 90; may be repeated (both)")
+    parser.add_argument("--arch", type=int, action="append", help="compute capability as 80 or 90; may be repeated (80, 89 and 90)")
     parser.add_argument("--only", default="", help="only kernels whose name and label contain this text")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
@@ -246,11 +244,11 @@ def main() -> int:
         print("aot: unset TRITON_INTERPRET: the interpreter compiles nothing", file=sys.stderr)
         return 2
     rows = []
-    print(f"{'kernel':22} {'shape':40} {'sm':>3} {'regs':>5} {'stack':>6} {'shared':>7} {'warps':>5} {'mma':6} {'s':>5}")
-    for row in table(options.arch or [80, 90], options.only):
+    print(f"{'kernel':22} {'shape':40} {'sm':>3} {'regs':>5} {'stack':>6} {'shared':>7} {'warps':>5} {'mma':10} {'s':>5}")
+    for row in table(options.arch or [80, 89, 90], options.only):
         rows.append(row)
         numbers = f"{row.arch:3} {row.registers:5} {row.stack_bytes:6} {row.shared_bytes:7} {row.warps:5}"
-        print(f"{row.kernel:22} {row.label:40} {numbers} {row.mma:6} {row.seconds:5.1f}", flush=True)
+        print(f"{row.kernel:22} {row.label:40} {numbers} {row.mma:10} {row.seconds:5.1f}", flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     over = [row for row in rows if row.shared_bytes > SHARED_LIMIT[row.arch]]

@@ -27,17 +27,26 @@ OPS = (
     "make_wna16_linear",
     "make_fp8_linear",
     "make_int8_linear",
+    "make_grouped_experts",
+    "rms_norm_quantize",
+    "add_rms_norm_quantize",
+    "silu_and_mul_quantize",
 )
 
 CACHE_OPS = ("rope_store_kv", "paged_attention", "read_kv", "copy_blocks", "copy_slots")
 """Ops that share the KV cache. Its inner layout is the implementation's own, so one implementation takes all of them or none."""
 
 _ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope_store_kv", "read_kv", "silu_and_mul", "gelu_tanh_and_mul", "copy_blocks", "copy_slots")
+_QUANTIZE = ("rms_norm_quantize", "add_rms_norm_quantize", "silu_and_mul_quantize")
 _MODULES: dict[str, dict[str, str]] = {
     "triton": {
         **dict.fromkeys(_ELEMENTWISE, "dspark.kernels.triton.elementwise"),
         "paged_attention": "dspark.kernels.triton.attention",
         "make_wna16_linear": "dspark.kernels.triton.wna16",
+        "make_fp8_linear": "dspark.kernels.triton.fp8",
+        "make_int8_linear": "dspark.kernels.triton.int8",
+        "make_grouped_experts": "dspark.kernels.triton.moe",
+        **dict.fromkeys(_QUANTIZE, "dspark.kernels.triton.quantize"),
     },
     "cpu": {
         **dict.fromkeys(_ELEMENTWISE, "dspark.kernels.cpu.elementwise"),
@@ -56,6 +65,8 @@ _MODULES: dict[str, dict[str, str]] = {
         "make_wna16_linear": "dspark.kernels.reference.linear",
         "make_fp8_linear": "dspark.kernels.reference.linear",
         "make_int8_linear": "dspark.kernels.reference.linear",
+        "make_grouped_experts": "dspark.kernels.reference.moe",
+        **dict.fromkeys(_QUANTIZE, "dspark.kernels.reference.quantize"),
     },
 }
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -14,12 +14,29 @@ from dspark.kernels.facts import KernelFacts
 from dspark.kernels.fp8 import Fp8Weight
 from dspark.kernels.int8 import Int8Weight
 from dspark.kernels.kv_cache import KVScales
-from dspark.kernels.quant_math import round_tokens_to_fp8
+from dspark.kernels.quantized_rows import InputFormat, QuantizedRows, input_format
 from dspark.kernels.wna16 import Wna16Weight
 
-__all__ = ["AttentionBatch", "Fp8Weight", "Int8Weight", "KVScales", "KernelFacts", "Kernels", "LinearFn", "TreeMask", "Wna16Weight"]
+__all__ = [
+    "AttentionBatch",
+    "Fp8Weight",
+    "InputFormat",
+    "Int8Weight",
+    "KVScales",
+    "KernelFacts",
+    "Kernels",
+    "LinearFn",
+    "QuantizedRows",
+    "Rows",
+    "TreeMask",
+    "Wna16Weight",
+    "input_format",
+]
 
-LinearFn = Callable[[torch.Tensor], torch.Tensor]
+Rows = torch.Tensor | QuantizedRows
+"""Inputs of a linear: numbers, or codes where the linear takes such (`input_format`)."""
+LinearFn = Callable[[Any], torch.Tensor]
+"""x [T, K] -> [T, N]; x are `Rows`."""
 
 
 class Kernels:
@@ -45,6 +62,12 @@ class Kernels:
         """gate_up [T, 2 * I] -> [T, I]"""
         self.gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor] = bound["gelu_tanh_and_mul"]
         """the same with GELU in its tanh form"""
+        self.rms_norm_quantize: Callable[..., QuantizedRows] = bound["rms_norm_quantize"]
+        """(x [T, H], weight [H], eps, InputFormat): rms_norm, as the codes that the next linear takes"""
+        self.add_rms_norm_quantize: Callable[..., tuple[QuantizedRows, torch.Tensor]] = bound["add_rms_norm_quantize"]
+        """(x [T, H], residual [T, H], weight [H], eps, InputFormat) -> (codes, new residual)"""
+        self.silu_and_mul_quantize: Callable[[torch.Tensor, InputFormat], QuantizedRows] = bound["silu_and_mul_quantize"]
+        """(gate_up [T, 2 * I], InputFormat)"""
         self.moe_mlp: Callable[..., torch.Tensor] = bound["moe_mlp"]
         """(x [T, H], router_logits [T, E], E functions [n, H] -> [n, H], top_k, renormalize) -> [T, H]: experts times their shares"""
         self.copy_blocks: Callable[..., None] = bound["copy_blocks"]
@@ -57,21 +80,13 @@ class Kernels:
         return self.selections["make_dense_linear"].function(weight, bias, self.facts)
 
     def wna16_linear(self, weight: Wna16Weight, bias: torch.Tensor | None = None) -> LinearFn:
-        """The same for a quantized weight; inputs of a permuted one are gathered first, other widths are widened to 4- or 8-bit lanes."""
-        linear = self.selections["make_wna16_linear"].function(weight.in_lanes().without_perm(), bias, self.facts)
-        if weight.perm is None:
-            return linear
-        perm = weight.perm.long()
-        return lambda x: linear(x.index_select(-1, perm))
+        """The same for a quantized weight, its inputs in the order of the weight's perm; other widths are widened to 4- or 8-bit lanes."""
+        return self.selections["make_wna16_linear"].function(weight.in_lanes(), bias, self.facts)
 
     def fp8_linear(self, weight: Fp8Weight, bias: torch.Tensor | None = None) -> LinearFn:
         """The same for a weight of 8-bit floating-point numbers, inputs rounded to such where it says so (but see
         KernelFacts.exact_activations)."""
-        linear = self.selections["make_fp8_linear"].function(weight, bias, self.facts)
-        if weight.inputs is None or self.facts.exact_activations:
-            return linear
-        scale = weight.input_scale
-        return lambda x: linear(round_tokens_to_fp8(x, scale))
+        return self.selections["make_fp8_linear"].function(weight, bias, self.facts)
 
     def int8_linear(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> LinearFn:
         """The same for 8-bit integers; inputs are quantized token by token (see KernelFacts.exact_activations)."""

@@ -66,8 +66,8 @@ FP8_MAX = 448.0
 """Largest number of float8 e4m3fn."""
 
 
-def round_tokens_to_fp8(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Activations [T, K] -> the same rounded to numbers of float8 (e4m3fn) times a scale, in their own dtype.
+def tokens_to_fp8(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations [T, K] -> float8 (e4m3fn) [T, K] and scale float32 [T, 1], or the given one, with x = code * scale.
 
     scale float32 [] for all, beyond 448 of which they are cut; None gives each token its own, its largest value over 448 (1 for a token of
     zeros).
@@ -76,7 +76,12 @@ def round_tokens_to_fp8(x: torch.Tensor, scale: torch.Tensor | None = None) -> t
     if scale is None:
         scale = wide.abs().amax(-1, keepdim=True) / FP8_MAX
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    codes = (wide / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return (wide / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+def round_tokens_to_fp8(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Activations [T, K] -> the same rounded to numbers of float8 times a scale, in their own dtype; see `tokens_to_fp8`."""
+    codes, scale = tokens_to_fp8(x, scale)
     return (codes.float() * scale).to(x.dtype)
 
 

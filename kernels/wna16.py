@@ -18,7 +18,7 @@ class Wna16Weight:
     """Canonical storage of one quantized linear (see `runtime.spec.quant`), K inputs and N outputs.
 
     qweight int32 [ceil(K * bits / 32), N]; scales [G, N]; zeros uint8 [G, N] or None when symmetric (zero 2**(bits - 1)); perm int32 [K] or
-    None: stored row j belongs to input perm[j]. What a kernel gets has LANES bits and no perm (`Kernels.wna16_linear` sees to both).
+    None: stored row j belongs to input perm[j]. What a kernel gets has LANES bits (`Kernels.wna16_linear` sees to it).
     """
 
     qweight: torch.Tensor

@@ -12,7 +12,7 @@ from dspark.kernels.cpu.rows import rounded_rows, with_room
 from dspark.kernels.cpu.wna16 import PanelWeight
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.fp8 import Fp8Weight
-from dspark.kernels.reference.linear import LinearFn
+from dspark.kernels.reference.linear import LinearFn, gathering_inputs, rounding_inputs
 from dspark.kernels.wna16 import Wna16Weight
 
 DETERMINISTIC_ROWS = 64
@@ -44,6 +44,8 @@ def make_wna16_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: Ker
 
     With weight_shadow, many rows take a dense copy.
     """
+    if weight.perm is not None:
+        return gathering_inputs(make_wna16_linear(weight.without_perm(), bias, facts), weight)
     own = product_for(facts.dtype)
     if own is None or refuses_codes(weight):
         return _float_codes_linear(weight, bias, facts)
@@ -76,7 +78,7 @@ def _float_codes_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: K
 def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
     """A dense product: the weight is expanded at load (twice its bytes in bfloat16, four times in float32), since no CPU instruction here
     reads FP8."""
-    return make_dense_linear(weight.dense(facts.dtype), bias, facts)
+    return rounding_inputs(make_dense_linear(weight.dense(facts.dtype), bias, facts), weight, facts)
 
 
 def _library_product(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:

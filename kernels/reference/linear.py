@@ -10,7 +10,7 @@ import torch
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.fp8 import Fp8Weight
 from dspark.kernels.int8 import Int8Weight
-from dspark.kernels.quant_math import quantize_tokens
+from dspark.kernels.quant_math import quantize_tokens, round_tokens_to_fp8
 from dspark.kernels.wna16 import Wna16Weight
 
 LinearFn = Callable[[torch.Tensor], torch.Tensor]
@@ -23,12 +23,29 @@ def make_dense_linear(weight: torch.Tensor, bias: torch.Tensor | None, facts: Ke
 
 def make_wna16_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
     """x @ dequantized weight.T + bias; the weight is rounded once to x's dtype, on every call."""
-    return lambda x: torch.nn.functional.linear(x, weight.dense(x.dtype), bias)
+    stored = weight.without_perm()
+    return gathering_inputs(lambda x: torch.nn.functional.linear(x, stored.dense(x.dtype), bias), weight)
+
+
+def gathering_inputs(linear: LinearFn, weight: Wna16Weight) -> LinearFn:
+    """A product of a weight in stored order, its inputs gathered first where that order is not their own."""
+    if weight.perm is None:
+        return linear
+    perm = weight.perm.long()
+    return lambda x: linear(x.index_select(-1, perm))
 
 
 def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
-    """x @ dequantized weight.T + bias; the weight is rounded once to x's dtype, on every call."""
-    return lambda x: torch.nn.functional.linear(x, weight.dense(x.dtype), bias)
+    """x @ dequantized weight.T + bias; the weight is rounded once to x's dtype, on every call, inputs where the weight says so."""
+    return rounding_inputs(lambda x: torch.nn.functional.linear(x, weight.dense(x.dtype), bias), weight, facts)
+
+
+def rounding_inputs(linear: LinearFn, weight: Fp8Weight, facts: KernelFacts) -> LinearFn:
+    """A product with inputs rounded to numbers of float8 where the weight says so (but see KernelFacts.exact_activations)."""
+    if weight.inputs is None or facts.exact_activations:
+        return linear
+    scale = weight.input_scale
+    return lambda x: linear(round_tokens_to_fp8(x, scale))
 
 
 def make_int8_linear(weight: Int8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:

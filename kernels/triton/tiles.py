@@ -1,4 +1,4 @@
-"""Tile sizes, warps and pipeline stages of every kernel: simple functions of shapes, in one place, chosen by reasoning.
+"""Tile sizes, warps and pipeline stages of attention and elementwise kernels (products: `gemm_tiles`), functions of shapes, by reasoning.
 
 None of these has been measured on a GPU so far. What bounds them: `tl.dot` wants at least 16 rows; registers (255 a thread, 65,536 a
 multiprocessor); shared memory of a block (99 KiB on capability 8.6 and 8.9, 163 KiB on 8.0, 227 KiB on 9.0).
@@ -63,35 +63,3 @@ def prefill_tile(max_query_len: int, group: int, head_block: int, itemsize: int,
     rows = max(least, min(most, next_power_of_two(max_query_len * group)))
     warps = 8 if rows * head_block >= 64 * 128 else 4
     return AttentionTile(rows, 64 if head_block <= (64 if coded else 128) else 32, warps, 2)
-
-
-@dataclass(frozen=True)
-class GemmTile:
-    """Output tile rows x cols, reduced `depth` inputs at a time; row_group: row tiles that share a column of weights in L2."""
-
-    rows: int
-    cols: int
-    depth: int
-    warps: int
-    stages: int
-    row_group: int = 8
-
-
-def group_depth(group_size: int, num_groups: int) -> int:
-    """The deepest K step that stays inside one group of weights, 0 when the group size allows none of at least 16."""
-    if num_groups == 1:
-        return 64
-    return next((depth for depth in (64, 32, 16) if group_size % depth == 0), 0)
-
-
-def wna16_tile(num_tokens: int, out_features: int, depth: int, itemsize: int) -> GemmTile:
-    """Few rows: bound by reading the weight, so narrow tiles that make many programs. Many rows: bound by the tensor cores."""
-    if itemsize == 4:  # plain float32 multiply-adds: small tiles keep the accumulator in registers
-        return GemmTile(16 if num_tokens <= 16 else 32, 32, min(depth, 32), 4, 2)
-    if num_tokens <= 16:
-        return GemmTile(16, 32 if out_features <= 8192 else 64, depth, 4, 4)
-    if num_tokens <= 32:
-        return GemmTile(32, 64, depth, 4, 3)
-    if num_tokens <= 64:
-        return GemmTile(64, 64, depth, 4, 3)
-    return GemmTile(128, 128, min(depth, 32), 8, 3)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark.kernels.ops import AttentionBatch, Kernels, KVScales, LinearFn
+from dspark.kernels.ops import AttentionBatch, InputFormat, Kernels, KVScales, LinearFn, Rows, input_format
 from dspark.runtime.layers.weights import WeightSource
 from dspark.runtime.spec.errors import InputError
 from dspark.runtime.spec.kv_cache import scale_names
@@ -35,9 +35,14 @@ class Attention:
     kernels: Kernels
     kv_scales: KVScales | None = None
 
+    @property
+    def takes(self) -> InputFormat | None:
+        """See `input_format`."""
+        return input_format(self.qkv_proj)
+
     def __call__(
         self,
-        x: torch.Tensor,
+        x: Rows,
         cos: torch.Tensor,
         sin: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],

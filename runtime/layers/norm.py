@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark.kernels.ops import Kernels
+from dspark.kernels.ops import InputFormat, Kernels, Rows
 from dspark.runtime.layers.weights import WeightSource
 
 
@@ -25,6 +25,7 @@ class ResidualStep:
     """What stands between two blocks: (block's result, residual stream) -> (next block's input, new residual stream), all [T, H].
 
     post_norm: norm of the result. multiplier: factor on it. pre_norm: norm of the next input; without one that is the stream itself.
+    inputs: the codes in which the next block takes its input, None for plain numbers; then norm and quantization are one op.
     The stream that goes in may be overwritten.
     """
 
@@ -33,8 +34,9 @@ class ResidualStep:
     pre_norm: torch.Tensor | None
     eps: float
     kernels: Kernels
+    inputs: InputFormat | None = None
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Rows, torch.Tensor]:
         if self.post_norm is not None:
             x = self.kernels.rms_norm(x, self.post_norm, self.eps)
         if self.multiplier != 1.0:
@@ -42,4 +44,6 @@ class ResidualStep:
         if self.pre_norm is None:
             residual = residual + x
             return residual, residual
+        if self.inputs is not None:
+            return self.kernels.add_rms_norm_quantize(x, residual, self.pre_norm, self.eps, self.inputs)
         return self.kernels.add_rms_norm(x, residual, self.pre_norm, self.eps)

@@ -7,10 +7,11 @@ forward pass is the same for all.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
-from dspark.kernels.ops import AttentionBatch, Kernels, LinearFn
+from dspark.kernels.ops import AttentionBatch, Kernels, LinearFn, Rows, input_format
 from dspark.runtime.layers.attention import Attention, load_kv_scales
 from dspark.runtime.layers.linear import load_linear
 from dspark.runtime.layers.mlp import FeedForward, load_gated_mlp
@@ -102,7 +103,7 @@ class Decoder:
                 features[:, at : at + width] = residual  # a copy: the stream is updated in place
 
         tap(-1)
-        hidden = residual if self.first_norm is None else self.kernels.rms_norm(residual, self.first_norm, self.config.rms_norm_eps)
+        hidden = self._first_input(residual)
         for i, layer in enumerate(self.layers):
             hidden = layer.attention(hidden, *rotations[layer.rotation], caches[i], batch)
             if i + 1 == len(self.layers) and rows.shape[0] < residual.shape[0]:
@@ -113,6 +114,15 @@ class Decoder:
             hidden, residual = layer.after_mlp(hidden, residual)
             tap(i)
         return residual, features
+
+    def _first_input(self, residual: torch.Tensor) -> Rows:
+        """The first layer's input, as codes where its attention takes such."""
+        if self.first_norm is None:
+            return residual
+        inputs = input_format(self.layers[0].attention)
+        if inputs is not None:
+            return self.kernels.rms_norm_quantize(residual, self.first_norm, self.config.rms_norm_eps, inputs)
+        return self.kernels.rms_norm(residual, self.first_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Residual stream [rows, H] -> logits [rows, V]."""
@@ -133,6 +143,8 @@ def build_decoder(config: ModelConfig, quant: QuantConfig | None, weights: Weigh
     embedding = load_embedding(weights)
     first_norms = [load_first_norm(config, i, weights) for i in range(config.num_layers)]
     layers = [build_layer(config, i, [*first_norms, None][i + 1], quant, weights, kernels) for i in range(config.num_layers)]
+    for layer, following in pairwise(layers):
+        layer.after_mlp.inputs = input_format(following.attention)
     return Decoder(config, kernels, embedding, first_norms[0], layers, build_head(config, embedding, quant, weights, kernels))
 
 
@@ -167,10 +179,13 @@ def build_layer(
     def step(post_norm: str | None, pre_norm: torch.Tensor | None) -> ResidualStep:
         return ResidualStep(norm(post_norm), config.residual_multiplier, pre_norm, config.rms_norm_eps, kernels)
 
+    attention, mlp = _build_attention(config, index, quant, weights, kernels), _build_mlp(config, index, quant, weights, kernels)
+    after_attention = step(names.after_attention, norm(names.before_mlp))
+    after_attention.inputs = input_format(mlp)
     return DecoderLayer(
-        attention=_build_attention(config, index, quant, weights, kernels),
-        after_attention=step(names.after_attention, norm(names.before_mlp)),
-        mlp=_build_mlp(config, index, quant, weights, kernels),
+        attention=attention,
+        after_attention=after_attention,
+        mlp=mlp,
         after_mlp=step(names.after_mlp, next_norm),
         rotation=config.ropes().index(config.rope_of_layer(index)),
     )

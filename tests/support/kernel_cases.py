@@ -341,6 +341,9 @@ def call(op: str, function: Callable[..., Any], args: Args, facts: KernelFacts) 
         return {"q": result, "k_cache": args[6], "v_cache": args[7]}
     if op in ("copy_blocks", "copy_slots"):
         return {"k_cache": args[0], "v_cache": args[1]}
+    if op.endswith("_quantize"):
+        rows, residual = result if isinstance(result, tuple) else (result, None)
+        return {"codes": rows.codes, "scales": rows.scales} | ({} if residual is None else {"residual": residual})
     return {"y": result}
 
 
@@ -364,5 +367,10 @@ def expected(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.T
         return {"y": none.view(0, shape["num_heads"] * shape["head_dim"])}
     if case.op == "add_rms_norm":
         return {"normed": args[0], "residual": args[1]}
+    if case.op.endswith("_quantize"):
+        codes = torch.empty(0, args[0].shape[1] // (2 if "mul" in case.op else 1), dtype=torch.uint8)
+        codes = codes.view(torch.int8 if args[-1].kind == "int8" else torch.float8_e4m3fn)
+        rows = {"codes": codes, "scales": torch.empty(0)}
+        return rows | ({"residual": args[1]} if case.op.startswith("add") else {})
     width = shape.get("hidden") or shape.get("intermediate") or shape["out_features"]
     return {"y": none.view(0, width)}

@@ -15,6 +15,8 @@ _OPS: dict[str, dict[torch.dtype, tuple[float, float]]] = {
     "copy_slots": _EXACT,
     "paged_attention": {torch.float32: (1e-4, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3e-2, 1e-2)},
     "make_dense_linear": {torch.float32: (1e-4, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)},
+    "make_int8_linear": _EXACT,
+    "make_fp8_linear": {torch.float32: (1e-4, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)},
     "make_wna16_linear": {torch.float32: (1e-4, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)},
 }
 

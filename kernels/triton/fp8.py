@@ -1,0 +1,116 @@
+"""Linears of 8-bit floating-point numbers on Triton: name and signature of `kernels.reference.linear.make_fp8_linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dspark.kernels.facts import KernelFacts
+from dspark.kernels.fp8 import Fp8Weight
+from dspark.kernels.quantized_rows import InputFormat, QuantizedRows
+from dspark.kernels.reference.linear import rounding_inputs
+from dspark.kernels.triton import gemm_tiles
+from dspark.kernels.triton import launch as launcher
+from dspark.kernels.triton.gemm import Product, multiply
+from dspark.kernels.triton.quantize import quantize_rows
+
+FP8_CAPABILITY = (8, 9)
+UNIT = 256.0
+"""What 1 of a widened number stands for; see `codes_kernels.unit`."""
+
+
+def supports(op: str, facts: KernelFacts) -> str | None:
+    """None, or why this kernel does not take the op."""
+    return launcher.decline(facts)
+
+
+def decline_fp8_product(facts: KernelFacts) -> str | None:
+    """Why inputs are not multiplied as float8 here but rounded to such numbers and multiplied in their own dtype, or None."""
+    capability = launcher.capability(facts)
+    if capability < FP8_CAPABILITY:
+        return f"products of float8 numbers need compute capability 8.9, the device has {capability[0]}.{capability[1]}"
+    return None
+
+
+def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x [T, K] @ weight.T + bias -> [T, N], float32 accumulation; inputs rounded to float8 where the weight says so.
+
+    Codes are multiplied as they are and the sums scaled, where the reference rounds code * scale to x's dtype first: fewer roundings.
+    Raises ValueError for blocks whose inputs 16 (32 with float8 inputs) does not divide.
+    """
+    if weight.inputs is None or facts.exact_activations:
+        return WidenedLinear(weight, bias, facts)
+    if decline_fp8_product(facts):
+        return rounding_inputs(WidenedLinear(weight, bias, facts), weight, facts)
+    return Fp8Linear(weight, bias, facts)
+
+
+class ScaledCodes:
+    """float8 codes [..., N, K] with their scales as the kernel takes them; one more dimension in front for experts.
+
+    scales: float32 [..., N] times `unit`, None with `blocks`, where each block of inputs has its own. depth: the largest K step.
+    own: the kernel's arguments. Raises ValueError where no step of at least `least_step` divides a block.
+    """
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], unit: float, least_step: int) -> None:
+        codes, scales = codes.contiguous(), scales.float() * unit
+        out_features, in_features = codes.shape[-2:]
+        outputs = out_features if block[0] == -1 else block[0]
+        inputs = in_features if block[1] == -1 else block[1]
+        self.blocks = inputs < in_features
+        self.depth = 128
+        self.scales: torch.Tensor | None = None
+        if self.blocks:
+            self.depth = next((depth for depth in (128, 64, 32, 16) if inputs % depth == 0), 0)
+            launcher.require(
+                self.depth >= least_step, lambda: f"the Triton fp8 kernel needs blocks of inputs that {least_step} divides, not {inputs}"
+            )
+        else:
+            self.scales = scales.repeat_interleave(outputs, -2)[..., :out_features, 0].contiguous()
+        block_scales = scales.contiguous()
+        self.own: tuple[Any, ...] = (codes, block_scales, *block_scales.shape[-2:], outputs, inputs)
+
+    def as_bytes(self) -> tuple[Any, ...]:
+        """`own` with the codes as uint8, for GPUs that have no such type."""
+        return self.own[0].view(torch.uint8), *self.own[1:]
+
+
+class Fp8Linear:
+    """x [T, K], or the same as `QuantizedRows`, -> [T, N]: float8 numbers on both sides."""
+
+    def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> None:
+        self._codes = ScaledCodes(weight.qweight, weight.scales, weight.block, 1.0, 32)
+        self._bias, self._shape, self._deterministic = bias, (weight.out_features, weight.in_features), facts.deterministic
+        self.takes = InputFormat("fp8") if weight.inputs == "dynamic" else InputFormat("fp8 static", weight.input_scale)
+
+    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+        from dspark.kernels.triton.fp8_kernels import fp8_kernel
+
+        rows = x if isinstance(x, QuantizedRows) else quantize_rows(x, self.takes)
+        num_rows, codes = rows.codes.shape[0], self._codes
+        out = torch.empty(num_rows, self._shape[0], dtype=rows.dtype, device=rows.codes.device)
+        tile = gemm_tiles.bytes_tile(num_rows, *self._shape, codes.depth, self._deterministic)
+        product = Product(rows.codes, out, rows.scales, codes.scales, self._bias)
+        multiply(fp8_kernel, product, codes.own, tile, BLOCKS=codes.blocks, WIDEN=False)
+        return out
+
+
+class WidenedLinear:
+    """x [T, K] -> [T, N]: float8 weights, widened on their way to the tensor cores, and inputs as they are. Needs no float8 in hardware."""
+
+    def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> None:
+        self._codes = ScaledCodes(weight.qweight, weight.scales, weight.block, UNIT, 16)
+        self._bias, self._shape, self._deterministic = bias, (weight.out_features, weight.in_features), facts.deterministic
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        from dspark.kernels.triton.fp8_kernels import fp8_kernel
+
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        num_rows, codes = x.shape[0], self._codes
+        out = torch.empty(num_rows, self._shape[0], dtype=x.dtype, device=x.device)
+        tile = gemm_tiles.wna16_tile(num_rows, *self._shape, min(codes.depth, 64), x.itemsize, self._deterministic)
+        product = Product(x, out, scales=codes.scales, bias=self._bias)
+        multiply(fp8_kernel, product, codes.as_bytes(), tile, BLOCKS=codes.blocks, WIDEN=True)
+        return out
