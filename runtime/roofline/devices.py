@@ -42,10 +42,20 @@ class Device:
 
         Activations up to the size of the cache need not cross memory and do not count, unless cold, where all bytes do.
         """
+        return max(self._parts(op, cold).values())
+
+    def bound(self, op: Op, cold: bool = False) -> str:
+        """Which it is: "memory", "arithmetic" or "link"."""
+        parts = self._parts(op, cold)
+        return max(parts, key=lambda name: parts[name])
+
+    def _parts(self, op: Op, cold: bool) -> dict[str, float]:
         held = 0.0 if cold else min(op.activation_bytes, self.cache_bytes)
-        link_s = op.link_bytes / self.link if op.link_bytes and self.link else 0.0
-        memory_s = (op.num_bytes - held) / self.bandwidth
-        return max(memory_s, op.flops / self.rate(op.arithmetic) if op.flops else 0.0, link_s)
+        return {
+            "memory": (op.num_bytes - held) / self.bandwidth,
+            "arithmetic": op.flops / self.rate(op.arithmetic) if op.flops else 0.0,
+            "link": op.link_bytes / self.link if op.link_bytes and self.link else 0.0,
+        }
 
     def total_seconds(self, ops: Iterable[Op], cold: bool = False) -> float:
         """The least time of operations that run one after the other."""

@@ -51,6 +51,14 @@ def _fp8_scales(scheme: QuantScheme, num_outputs: int, num_inputs: int) -> int:
     return _WIDE_SCALE * (blocks + (scheme.inputs == "static"))
 
 
+def arithmetic_of(scheme: QuantScheme | None, dtype: str, layout: str = "stored") -> str:
+    """What a linear's products are computed in: 8 bits where activations are rounded too, else dtype, to which codes are widened."""
+    if scheme is not None and scheme.storage == "int8":
+        return "int8"
+    rounded = scheme is not None and scheme.storage == "fp8" and scheme.inputs is not None
+    return "fp8" if rounded and layout == "stored" else dtype
+
+
 @dataclass(frozen=True)
 class Linear:
     """One linear as a rank holds it. arithmetic: dtype that its products are computed in. num_bytes: weight, scales and bias."""
@@ -140,14 +148,7 @@ class ModelShape:
         elif leaf == "down_proj":
             inputs = self.share(inputs)
         num_bytes = linear_bytes(scheme, outputs, inputs, self.config.dtype, self.layout) + (outputs * self.width if bias else 0)
-        return Linear(module, outputs, inputs, self._arithmetic(scheme), num_bytes)
-
-    def _arithmetic(self, scheme: QuantScheme | None) -> str:
-        """8 bits where activations are rounded too; else the weight is widened to the model's dtype on its way."""
-        if scheme is not None and scheme.storage == "int8":
-            return "int8"
-        rounded = scheme is not None and scheme.storage == "fp8" and scheme.inputs is not None
-        return "fp8" if rounded and self.layout == "stored" else self.config.dtype
+        return Linear(module, outputs, inputs, arithmetic_of(scheme, self.config.dtype, self.layout), num_bytes)
 
     @cached_property
     def weight_bytes(self) -> int:
