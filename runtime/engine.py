@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dspark.runtime.execution.executor import Executor, PendingStep
+from dspark.runtime.execution.executor import Executor, PendingStep, StepTooLargeError
 from dspark.runtime.execution.single import SingleExecutor
 from dspark.runtime.jobs.detokenizer import IncrementalDetokenizer, final_text
 from dspark.runtime.jobs.tokenizer import TextCodec
@@ -17,7 +17,7 @@ from dspark.runtime.scheduling.plan import SchedulerOutput
 from dspark.runtime.scheduling.scheduler import Scheduler
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.engine_config import EngineConfig
-from dspark.runtime.spec.errors import RequestError, UsageError
+from dspark.runtime.spec.errors import MachineError, RequestError, UsageError
 from dspark.runtime.spec.manifest import EngineManifest, load_manifest
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.request import Completion, Request, RequestOutput
@@ -49,6 +49,7 @@ class _Step:
 class _Counters:
     num_steps: int = 0
     num_ahead: int = 0
+    num_too_large: int = 0
     num_tokens: int = 0
     num_sequences: int = 0
     num_prompt_tokens: int = 0
@@ -159,7 +160,8 @@ class Engine:
             return []
         started = time.monotonic()
         step = self._running or self._start()
-        assert step is not None
+        if step is None:
+            return []
         self._running = self._start(ahead=True) if self._may_go_ahead(step) else None
         finished = self._finish_step(step)
         self._count(step.plan, started)
@@ -169,15 +171,29 @@ class Engine:
         return self._collect(finished)
 
     def _start(self, ahead: bool = False) -> _Step | None:
-        """Plan a step and submit it; None when nothing can be planned ahead."""
+        """Plan a step and submit it; None when nothing can be planned ahead, or there is no memory for it: the next one is smaller."""
         plan = self.scheduler.schedule(ahead)
         if not plan.scheduled:
             return None
         began = self._clock()
-        pending = self.executor.submit(plan)
+        try:
+            pending = self.executor.submit(plan)
+        except StepTooLargeError as error:
+            self._shrink(plan, str(error))
+            return None
         self.scheduler.advance(plan)
         self._counters.num_ahead += ahead
         return _Step(plan, pending, began)
+
+    def _shrink(self, plan: SchedulerOutput, reason: str) -> None:
+        """Take back a step that the device has no memory for, and halve what a step may have. Raises MachineError when it has one token."""
+        if plan.num_tokens == 1:
+            raise MachineError(
+                f"there is no memory for a step of one token ({reason})",
+                "type a smaller --kv-cache-memory-bytes or --gpu-memory-utilization, then run the same command",
+            )
+        self._counters.num_too_large += 1
+        self.scheduler.withdraw(plan, plan.num_tokens // 2)
 
     def _may_go_ahead(self, step: _Step) -> bool:
         return self.executor.steps_ahead and self.scheduler.can_plan_ahead(step.plan, self.executor.draws_alone)
@@ -203,6 +219,7 @@ class Engine:
             **executor,
             "num_steps": c.num_steps,
             "steps_ahead": c.num_ahead,
+            "steps_too_large": c.num_too_large,
             "step_s": c.step_s,
             "host_overhead_fraction": 1.0 - busy / c.step_s if c.step_s else 0.0,
             "tokens_per_step_mean": c.num_tokens / c.num_steps if c.num_steps else 0.0,
@@ -217,7 +234,7 @@ class Engine:
             "kv_blocks_peak": self.kv.peak_held,
             "block_size": self.config.block_size,
             "max_num_seqs": self.config.max_num_seqs,
-            "max_num_batched_tokens": self.config.max_num_batched_tokens,
+            "max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
             "max_model_len": self.max_model_len,
             "speculation": self.speculator.metrics() if self.speculator is not None else None,
         }

@@ -28,6 +28,10 @@ class FinishedStep:
         return self.output
 
 
+class StepTooLargeError(Exception):
+    """The device has no memory for a step. Nothing of it counts; a smaller one may be submitted."""
+
+
 class Executor(Protocol):
     """One or many ranks behind one call."""
 
@@ -42,7 +46,10 @@ class Executor(Protocol):
         """Whether a step may be submitted while the one before it runs. It takes what that one draws from the device (`source_row`)."""
 
     def submit(self, plan: SchedulerOutput) -> PendingStep:
-        """Start one step, behind those that were submitted before. All that it needs of the plan and its sequences is read here."""
+        """Start one step, behind those that were submitted before. All that it needs of the plan and its sequences is read here.
+
+        Raises StepTooLargeError.
+        """
 
     def draws_alone(self, seq: Sequence) -> bool:
         """Whether a sequence's next token can be drawn while its newest one is known to the device only."""

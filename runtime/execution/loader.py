@@ -56,9 +56,10 @@ class EngineWeights:
                 f"tensor '{name}' in '{record.shard}' is not what was written: its hash differs from the manifest's",
                 "convert the checkpoint again",
             )
+        tensor = tensor.to(self._device)  # first: out of the map in one copy, and rounded where it is wanted
         if tensor.is_floating_point() and not name.endswith((".qweight", ".scales")) and not is_scale(name):
             tensor = tensor.to(self._dtype)
-        return tensor.to(self._device)
+        return tensor
 
     def check_all_taken(self) -> None:
         """Raise InputError naming the tensors that no layer asked for."""

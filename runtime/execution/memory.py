@@ -33,10 +33,11 @@ def _held_bytes(group: Path) -> int:
     return held - int(stat.get("inactive_file", 0))
 
 
-def kv_pool_bytes(config: EngineConfig, device: str, block_bytes: int, max_model_len: int) -> int:
-    """Bytes of the KV pool: what the user said; else on a GPU the share of its memory that is still free of weights, on a CPU enough for
-    max_num_seqs ordinary sequences (at least one of the full length), and never more than half of the free memory. Raises UsageError
-    when more is wanted than is free: the pool fills up in the course of the night."""
+def kv_pool_bytes(config: EngineConfig, device: str, block_bytes: int, max_model_len: int, step_bytes: int = 0) -> int:
+    """Bytes of the KV pool: what the user said; else on a GPU the share of its memory that is still free of weights, less step_bytes (what
+    the largest step takes, see `profile`), on a CPU enough for max_num_seqs ordinary sequences (at least one of the full length), and
+    never more than half of the free memory. Raises UsageError when more is wanted than is free: the pool fills up in the course of the
+    night."""
     if config.kv_cache_memory_bytes is not None:
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
         if config.kv_cache_memory_bytes > free:
@@ -47,7 +48,7 @@ def kv_pool_bytes(config: EngineConfig, device: str, block_bytes: int, max_model
         return config.kv_cache_memory_bytes
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        return int(free - (1.0 - config.gpu_memory_utilization) * total)
+        return max(int(free - (1.0 - config.gpu_memory_utilization) * total) - step_bytes, 0)
     blocks = config.default_pool_tokens(max_model_len) // config.block_size
     return min(blocks * block_bytes, available_bytes() // 2)
 

@@ -13,10 +13,11 @@ import torch
 from dspark.kernels.cpu.threads import start_pools
 from dspark.runtime.execution.device_queue import CudaQueue, DeviceQueue
 from dspark.runtime.execution.device_steps import DeviceSteps, GreedySampler
-from dspark.runtime.execution.executor import PendingStep
+from dspark.runtime.execution.executor import PendingStep, StepTooLargeError
 from dspark.runtime.execution.loader import load_model, resolve_device
 from dspark.runtime.execution.memory import kv_pool_bytes, num_blocks
 from dspark.runtime.execution.model_runner import ModelRunner
+from dspark.runtime.execution.profile import CudaMeter, largest_plan, step_bytes
 from dspark.runtime.execution.spinning import governor_for
 from dspark.runtime.kv.pool import allocate_pool, bytes_per_block
 from dspark.runtime.layers.rope import RotaryTables
@@ -78,16 +79,26 @@ class SingleExecutor:
         sampler = Sampler(frozenset(manifest.model.eos_token_ids), record_gaps)
         drafter = build_drafter(model, sampler, max_model_len) if build_drafter is not None else None
         block_bytes = bytes_per_block(manifest.model, config.block_size, dtype) + (drafter.bytes_per_block if drafter else 0)
-        self.num_blocks = num_blocks(kv_pool_bytes(config, self.device, block_bytes, max_model_len), block_bytes)
-        self._pool_bytes = self.num_blocks * block_bytes
-        caches = allocate_pool(manifest.model, self.num_blocks, config.block_size, dtype, self.device)
         self._rope = RotaryTables(manifest.model, max_model_len, self.device)
-        if drafter is not None:
-            drafter.allocate(self.num_blocks)
-        verify = verify_rejection if config.speculative_sampling == "rejection" else verify_coupled
         queue = CudaQueue() if queue is None and self.device == "cuda" else queue
         self._steps = DeviceSteps(queue, _device_sampler(record_gaps), config.max_num_seqs, self.device) if queue is not None else None
-        self._runner = ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device, drafter, verify, self._steps)
+        verify = verify_rejection if config.speculative_sampling == "rejection" else verify_coupled
+
+        def runner(num_blocks: int, drafter: Drafter | None) -> ModelRunner:
+            caches = allocate_pool(manifest.model, num_blocks, config.block_size, dtype, self.device)
+            return ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device, drafter, verify, self._steps)
+
+        self._step_bytes = 0
+        if self.device == "cuda" and config.kv_cache_memory_bytes is None:
+            plan, blocks = largest_plan(config, max_model_len)
+            self._step_bytes = step_bytes(runner(blocks, None), plan, max_model_len, CudaMeter())
+            torch.cuda.empty_cache()
+        pool_bytes = kv_pool_bytes(config, self.device, block_bytes, max_model_len, self._step_bytes)
+        self.num_blocks = num_blocks(pool_bytes, block_bytes)
+        self._pool_bytes = self.num_blocks * block_bytes
+        if drafter is not None:
+            drafter.allocate(self.num_blocks)
+        self._runner = runner(self.num_blocks, drafter)
         self._drafter, self._draft_s = drafter, 0.0
         self._dtype = manifest.model.dtype
         self._cache_dtype = choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)
@@ -100,7 +111,15 @@ class SingleExecutor:
         """Start one step."""
         if self._governor is not None:
             self._governor.observe()
-        return self._runner.submit(plan)
+        try:
+            return self._runner.submit(plan)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            reason = (str(error).strip() or "no memory").splitlines()[0]
+        if self.device == "cuda":  # by now the failed step's tensors are gone
+            torch.cuda.empty_cache()
+        raise StepTooLargeError(reason)
 
     def draws_alone(self, seq: Sequence) -> bool:
         return self._steps is not None and self._steps.sampler.draws_alone(seq)
@@ -142,6 +161,7 @@ class SingleExecutor:
             "kernels": {op: choice["taken"] for op, choice in self._runner.model.kernels.explain().items()},
             "kv_cache_dtype": self._cache_dtype,
             "kv_pool_bytes": self._pool_bytes,
+            **({"step_bytes": self._step_bytes} if self._step_bytes else {}),
             "forward_s": self._runner.forward_s,
             "sampling_s": self._runner.sampling_s,
             **(self._governor.metrics() if self._governor is not None else {}),
@@ -155,6 +175,11 @@ class SingleExecutor:
         if self._governor is not None:
             self._governor.close()
         self._runner.caches.clear()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch's allocator of the host raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _device_sampler(record_gaps: bool) -> GreedySampler:

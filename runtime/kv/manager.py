@@ -135,6 +135,15 @@ class KVCacheManager:
             table.node = self.index.register(table.node, seq.token_ids, i * self.block_size, table.blocks[i])
             table.num_registered = i + 1
 
+    def forget_unwritten(self, seq: HoldsBlocks, num_tokens: int) -> bool:
+        """Take the sequence's blocks that are not full with its first num_tokens out of the index: the step that was to fill them has not
+        run. Says whether any was entered; then its holders' chains are broken, and they must be released."""
+        entered = seq.table.blocks[num_tokens // self.block_size : seq.table.num_registered]
+        for block in entered:
+            if block in self.index:
+                self.index.forget(block)
+        return bool(entered)
+
     def rewind(self, seq: HoldsBlocks, num_tokens: int) -> None:
         """Give back the blocks past num_tokens (rejected drafts). No token of a registered block may be among the rejected ones."""
         keep = self.blocks_for(num_tokens)

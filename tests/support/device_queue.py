@@ -13,7 +13,7 @@ from typing import Any
 
 from fake_executor import FakeExecutor, digests, next_token
 
-from dspark.runtime.execution.executor import FinishedStep
+from dspark.runtime.execution.executor import FinishedStep, StepTooLargeError
 from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput, StepOutput
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.speculation.draft import Verified
@@ -122,13 +122,27 @@ class StandinExecutor(FakeExecutor):
 
 
 class QueueExecutor(StandinExecutor):
-    """The same behind a queue. log: ("submit" or "read", number of the step), as they came."""
+    """The same behind a queue. log: ("submit" or "read", number of the step), as they came.
+
+    failures: which submissions find no memory, over and over; a step of one token always fits. most_tokens: larger steps never do.
+    """
 
     steps_ahead = True
 
-    def __init__(self, queue: DeferredQueue, num_blocks: int, block_size: int, recompute_at: int | None = None) -> None:
+    def __init__(
+        self,
+        queue: DeferredQueue,
+        num_blocks: int,
+        block_size: int,
+        recompute_at: int | None = None,
+        failures: tuple[bool, ...] = (False,),
+        most_tokens: int = 1 << 20,
+    ) -> None:
         super().__init__(num_blocks, block_size, recompute_at)
         self.queue = queue
+        self.most_tokens = most_tokens
+        self.num_failed = 0
+        self._failures: Iterator[bool] = cycle(failures)
         self.drawn: list[int] = []  # by the newest step that the device has done
         self.log: list[tuple[str, int]] = []
 
@@ -137,6 +151,9 @@ class QueueExecutor(StandinExecutor):
         return not needs_history(seq)
 
     def submit(self, plan: SchedulerOutput) -> ArrivingStep:
+        if (next(self._failures) and plan.num_tokens > 1) or plan.num_tokens > self.most_tokens:
+            self.num_failed += 1
+            raise StepTooLargeError(f"a step of {plan.num_tokens} tokens")
         number = sum(kind == "submit" for kind, _ in self.log)
         self.log.append(("submit", number))
         for item in plan.sampling:
