@@ -11,13 +11,21 @@ PRIOR_ACCEPTED, PRIOR_TRIED = 1.2, 2.0
 DECAY_AT = 2048
 """Trials after which old ones count half, so that a change in the job is noticed."""
 MAX_DEPTH = 32
+MOST_PRELOADED = 64.0
+"""Trials at each depth that an earlier run's figures count for at most: the job may be another one."""
 
 
 class Acceptance:
     """P(a draft token is accepted | the one before it was), for each source and depth (1 for the first token)."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: dict[str, Any] | None = None) -> None:
+        """record: of an earlier run, to begin with."""
         self._counts: dict[str, list[list[float]]] = {}
+        for source, entry in (record or {}).items():
+            counts = self._counts.setdefault(source, [[0.0, 0.0] for _ in range(MAX_DEPTH)])
+            for depth, (rate, tried) in enumerate(zip(entry["by_position"][:MAX_DEPTH], entry["tried"], strict=False)):
+                weight = min(float(tried), MOST_PRELOADED)
+                counts[depth] = [rate * weight, weight]
 
     def survival(self, source: str, length: int) -> list[float]:
         """The conditional probabilities of a chain of this length."""

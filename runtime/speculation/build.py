@@ -26,7 +26,7 @@ def drafter_builder(choice: Choice, config: EngineConfig, codec: TextCodec) -> C
     directory, apart = choice.draft, config.speculative_sampling == "rejection"
     if directory is None:
         return None
-    if choice.method == "draft-model":
+    if choice.drafter == "draft-model":
         from dspark.runtime.speculation.draft_model import load_draft_model
 
         return lambda target, sampler, longest: load_draft_model(
@@ -53,15 +53,19 @@ def build_speculator(
         return None
     fixed = config.num_speculative_tokens if config.speculative != "auto" else None
     cost = StepCost(choice.pairing.cost_points(machine) if choice.pairing is not None and machine is not None else None)
-    proposer: Proposer
-    if choice.method == "ngram":
+    acceptance = choice.pairing.acceptance if choice.pairing is not None else {}
+    proposers: list[Proposer] = []
+    if choice.has_ngrams:
         memory = load_memory(Path(config.draft_memory).expanduser(), manifest.model.vocab_size) if config.draft_memory else None
         most = config.num_speculative_tokens
         if config.speculative_tree:
-            proposer = NgramTreeProposer(min(most or MAX_NODES, MAX_TREE_NODES), memory)
+            proposers.append(NgramTreeProposer(min(most or MAX_NODES, MAX_TREE_NODES), memory))
         else:
-            proposer = NgramProposer(most or MAX_DRAFT, memory)
-    else:
+            proposers.append(NgramProposer(most or MAX_DRAFT, memory))
+    if choice.drafter is not None:
         assert drafter is not None and clock is not None
-        proposer = DrafterProposer(choice.method, *drafter, cost, clock, always=fixed is not None)
-    return Speculator([proposer], fixed, cost)
+        model = DrafterProposer(choice.drafter, *drafter, cost, clock, always=fixed is not None)
+        if choice.pairing is not None:
+            model.preload(acceptance, choice.pairing.drafter_on(machine))
+        proposers.append(model)
+    return Speculator(proposers, fixed, cost, acceptance)

@@ -9,30 +9,38 @@ from pathlib import Path
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.errors import InputError, UsageError
 from dspark.runtime.spec.manifest import MANIFEST_NAME
-from dspark.runtime.speculation.pairing import DRAFT_FOLDER, METHODS, Pairing, load_pairing
+from dspark.runtime.speculation.pairing import DRAFT_FOLDER, DRAFT_METHODS, Pairing, drafter_of, load_pairing, with_ngrams
 
 HEADS_NAME = "draft.json"
-DRAFT_METHODS = METHODS[2:]
-"""Methods that need a draft."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """method: one of `pairing.METHODS`. draft: directory of its draft, None where it needs none. pairing: the engine's, if it has one."""
+    """method: as in `Pairing`. draft: directory of its draft, None where it needs none. pairing: the engine's, if it has one."""
 
     method: str
     draft: Path | None = None
     pairing: Pairing | None = None
 
+    @property
+    def drafter(self) -> str | None:
+        """The method of its drafter, None where it needs none."""
+        return drafter_of(self.method)
+
+    @property
+    def has_ngrams(self) -> bool:
+        """Whether it drafts from text, alone or before a drafter."""
+        return self.method not in ("off", self.drafter)
+
 
 def choose_speculation(config: EngineConfig, engine_dir: Path | None) -> Choice:
-    """What this run speculates with; "auto" is the engine's pairing, else n-grams.
+    """What this run speculates with; "auto" is the engine's pairing, else n-grams, before the draft where one is named.
 
     Raises UsageError for flags that do not go together, InputError for a draft that is none.
     """
     _check_rule(config)
     choice = _choose(config, engine_dir)
-    if config.speculative_tree and choice.method in DRAFT_METHODS:
+    if config.speculative_tree and choice.drafter is not None:
         raise UsageError(
             f"--speculative-tree is given, but drafts of {choice.method} are chains",
             "type --speculative ngram, or leave --speculative-tree out",
@@ -65,7 +73,9 @@ def _choose(config: EngineConfig, engine_dir: Path | None) -> Choice:
     if wanted == "auto":
         if directory is None:
             return Choice(pairing.method if pairing is not None else "ngram", None, pairing)
-        return Choice(draft_method(directory), directory, pairing)
+        found = draft_method(directory)
+        is_measured = pairing is not None and drafter_of(pairing.method) == found
+        return Choice(pairing.method if pairing is not None and is_measured else with_ngrams(found), directory, pairing)
     if directory is None:
         raise UsageError(
             f"--speculative is {wanted}, but the engine has no draft", "type --draft DIR, or pair one: dspark pair ENGINE --draft DIR"
@@ -82,7 +92,7 @@ def _directory(config: EngineConfig, engine_dir: Path | None, pairing: Pairing |
         return Path(config.draft).expanduser()
     if engine_dir is None or pairing is None:
         return engine_dir / DRAFT_FOLDER if engine_dir is not None and _is_draft(engine_dir / DRAFT_FOLDER) and _names(config) else None
-    if pairing.draft is not None and (_names(config) or pairing.method in DRAFT_METHODS):
+    if pairing.draft is not None and (_names(config) or drafter_of(pairing.method) is not None):
         return engine_dir / pairing.draft
     return None
 

@@ -13,6 +13,8 @@ DEEPEST = 8
 WEIGHT = 4.0
 """Trials that the coarser estimate counts for."""
 DECAY_AT = 2048
+MOST_PRELOADED = 64.0
+"""Trials of a bucket that an earlier run's figures count for at most."""
 
 
 class Confidence:
@@ -47,6 +49,13 @@ class Confidence:
                 if entry[1] > DECAY_AT:
                     entry[0] /= 2
                     entry[1] /= 2
+
+    def preload(self, record: dict[str, list[list[float]]]) -> None:
+        """Begin with what an earlier run's `record` says of each kind and bucket."""
+        for kind, rows in record.items():
+            for value, rate, tried in rows:
+                weight = min(float(tried), MOST_PRELOADED)
+                self._counts[kind, -1, round(value * BUCKETS)] = [rate * weight, weight]
 
     def record(self) -> dict[str, Any]:
         """kind -> for each bucket of confidence [from, acceptance, tried], JSON-ready."""

@@ -21,7 +21,7 @@ from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.speculation.draft import Draft
 from dspark.runtime.speculation.draft_pages import SlotLedger
-from dspark.runtime.speculation.draft_vocabulary import DraftVocabulary, build_vocabulary
+from dspark.runtime.speculation.draft_vocabulary import MAPPED_NAME, DraftVocabulary, build_vocabulary
 from dspark.runtime.speculation.heads.chains import Chains
 
 METHOD = "draft-model"
@@ -201,7 +201,8 @@ def load_draft_model(
 ) -> DraftModel:
     """Load an engine as the draft of a target, on its device and for its block size, in the draft's own dtype. Not allocated yet.
 
-    Raises InputError when the directory is no engine or its vocabulary has too little of the target's.
+    An embedding that is the target's, as in a draft model that was made of it, is held once.
+    Raises InputError when the directory is no engine, or its vocabulary is another one and was not paired as such.
     """
     facts = target.kernels.facts
     model = load_model(
@@ -213,5 +214,17 @@ def load_draft_model(
         kv_cache_dtype="model",
     )
     sizes = target.config.vocab_size, model.config.vocab_size
-    vocabulary = build_vocabulary(target_codec, load_codec(directory), *sizes, facts.device)
+    is_mapped = (Path(directory) / MAPPED_NAME).is_file()
+    vocabulary = build_vocabulary(target_codec, load_codec(directory), *sizes, facts.device, is_mapped)
+    _share_vocabulary(model, target)
     return DraftModel(model, vocabulary, sampler, max_model_len, max_tokens or MAX_DRAFT, keep_distributions)
+
+
+def _share_vocabulary(model: Decoder, target: Decoder) -> None:
+    """Let a model use the target's embedding where it has the very same one, and its head where both are tied to it."""
+    own, theirs = model.embedding, target.embedding
+    if own.shape != theirs.shape or own.dtype != theirs.dtype or not torch.equal(own, theirs):
+        return
+    model.embedding = theirs
+    if model.config.tie_word_embeddings and target.config.tie_word_embeddings:
+        model.head.projection = target.head.projection

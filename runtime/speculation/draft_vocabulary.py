@@ -12,6 +12,8 @@ from dspark.runtime.spec.errors import InputError
 
 MIN_COVERAGE = 0.5
 """Share of the target's tokens that a draft must know: with less its drafts end before they help."""
+MAPPED_NAME = "vocabulary.json"
+"""A file beside a draft's own that says: its tokens are matched by their strings, and somebody has asked for that."""
 _SHOWN = 40
 
 
@@ -44,12 +46,12 @@ class VocabularyMatch:
         share = f"{len(self.pairs)} of the target's {self.num_target} tokens ({self.coverage:.1%})"
         return f"mapped by token strings, {share}; {self.first_difference}"
 
-    def fault(self) -> str | None:
-        """Why a draft with this vocabulary is of no use, None when it is."""
-        if self.coverage >= MIN_COVERAGE:
-            return None
+    def fault(self, is_mapped: bool) -> str | None:
+        """Why a draft with this vocabulary cannot serve, None when it can. is_mapped: whether tokens may be matched by their strings."""
         known = f"its vocabulary has {len(self.pairs)} of the target's {self.num_target} tokens ({self.coverage:.1%})"
-        return f"{known}, at least {MIN_COVERAGE:.0%} are needed"
+        if self.coverage < MIN_COVERAGE:
+            return f"{known}, at least {MIN_COVERAGE:.0%} are needed: {self.first_difference}"
+        return None if self.is_same or is_mapped else f"its vocabulary is another one: {self.first_difference}"
 
 
 def match_vocabularies(target: Mapping[str, int], draft: Mapping[str, int]) -> VocabularyMatch:
@@ -94,12 +96,20 @@ class DraftVocabulary:
         return wide
 
 
-def build_vocabulary(target: TextCodec, draft: TextCodec, target_rows: int, draft_rows: int, device: str) -> DraftVocabulary:
-    """The tables between two models. rows: of their embeddings, which may be padded. Raises InputError when the draft knows too little."""
+def build_vocabulary(
+    target: TextCodec, draft: TextCodec, target_rows: int, draft_rows: int, device: str, is_mapped: bool = False
+) -> DraftVocabulary:
+    """The tables between two models. rows: of their embeddings, which may be padded. is_mapped: see `VocabularyMatch.fault`.
+
+    Raises InputError when the vocabularies differ and are not to be mapped, or the draft knows too little.
+    """
     match = match_vocabularies(target.vocabulary, draft.vocabulary)
-    fault = match.fault()
+    fault = match.fault(is_mapped)
     if fault is not None:
-        raise InputError(f"the draft model cannot serve: {fault}; {match.first_difference}", "take a draft model of the target's family")
+        hint = "take a draft model of the target's family"
+        if match.coverage >= MIN_COVERAGE:
+            hint += ", or pair this one: dspark pair ENGINE --draft DIR --map-vocabulary"
+        raise InputError(f"the draft model cannot serve: {fault}", hint)
     if match.is_same and target_rows == draft_rows:
         return DraftVocabulary(target_rows, None, None)
     to_draft = torch.zeros(target_rows, dtype=torch.int64)

@@ -60,6 +60,24 @@ class DrafterProposer:
         self.num_rounds = self.num_declined = 0
         self.draft_s = 0.0
 
+    def preload(self, acceptance: dict[str, Any], drafter: dict[str, Any]) -> None:
+        """Begin with what an earlier run of the same drafter came to: `Acceptance.record` and what `metrics` gave."""
+        self._confidence.preload(drafter.get("confidence", {}))
+        for size, ms in drafter.get("draft_ms_per_token", {}).items():
+            self._times.observe(int(size), ms / 1e3)
+        entries = [entry for source, entry in acceptance.items() if source.startswith(self.name)]
+        reached = 1.0
+        for depth in range(self.max_tokens):
+            seen = [(entry["by_position"][depth], entry["tried"][depth]) for entry in entries if depth < len(entry["tried"])]
+            tried = sum(count for _, count in seen)
+            reached *= sum(rate * count for rate, count in seen) / tried if tried else FIRST_GUESS
+            if entries:
+                self._chance[depth] = reached
+
+    def promise(self, count: int) -> float:
+        """Tokens that a draft of this proposer is expected to bring at so many sequences, none where drafting does not pay."""
+        return sum(self._chance[: self._depth(count)])
+
     def propose(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
         """Drafts as long as pays on average at this number of sequences; which of them are verified is for the planner to say."""
         drafts: list[Draft | None] = [None] * len(sequences)

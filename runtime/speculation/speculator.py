@@ -43,21 +43,28 @@ class _Line:
 
 
 class Speculator:
-    """proposers: asked in this order, each for the sequences that the ones before have nothing for.
+    """proposers: asked in this order, each for the sequences that the ones before have nothing for, or promise less for than a drafter.
 
-    fixed: verify so many tokens of every draft; None chooses by cost and acceptance. cost: known from an earlier run.
+    fixed: verify so many tokens of every draft; None chooses by cost and acceptance. cost, acceptance: known from an earlier run.
     """
 
-    def __init__(self, proposers: Rows[Proposer], fixed: int | None = None, cost: StepCost | None = None) -> None:
+    def __init__(
+        self,
+        proposers: Rows[Proposer],
+        fixed: int | None = None,
+        cost: StepCost | None = None,
+        acceptance: dict[str, Any] | None = None,
+    ) -> None:
         self.proposers = list(proposers)
         self.fixed = fixed
         longest = max(proposer.max_tokens for proposer in self.proposers)
         self.max_tokens = longest if fixed is None else min(longest, fixed)
         self.cost = cost if cost is not None else StepCost()
-        self.acceptance = Acceptance()
+        self.acceptance = Acceptance(acceptance)
         self._lines: dict[int, _Line] = {}
         self._owners: dict[str, Proposer] = {}
         self._steps = self._idle = self._looks_without = 0
+        self._outdone = 0
         self.num_rounds = self.num_drafted = self.num_accepted = 0
         self.num_rows = self.num_verify_steps = 0
         self.verify_s = 0.0
@@ -72,14 +79,30 @@ class Speculator:
         if self.fixed is None and (skipped or self._steps % PLAIN_EVERY == 1):
             return drafts
         asked = [i for i, seq in enumerate(sequences) if self._may_draft(seq)]
-        for proposer in self.proposers:
+        for place, proposer in enumerate(self.proposers):
             open_ = [i for i in asked if drafts[i] is None]
-            if open_:
-                for i, draft in zip(open_, proposer.propose([sequences[i] for i in open_], [rooms[i] for i in open_]), strict=True):
-                    if draft is not None:
-                        drafts[i] = self._with_survival(draft)
+            if not open_:
+                break
+            promised = self._promise(place + 1, len(open_))
+            for i, draft in zip(open_, proposer.propose([sequences[i] for i in open_], [rooms[i] for i in open_]), strict=True):
+                if draft is not None:
+                    draft = self._with_survival(draft)
+                    if not promised or self._is_kept(draft, promised):
+                        drafts[i] = draft
                         self._owners[draft.source] = proposer
         return self._cut(drafts, num_planned, num_rows)
+
+    def _promise(self, first: int, count: int) -> float:
+        """Tokens that the drafters from place `first` on are expected to bring a sequence, of so many."""
+        return max((p.promise(count) for p in self.proposers[first:] if isinstance(p, DrafterProposer)), default=0.0)
+
+    def _is_kept(self, draft: Draft, promised: float) -> bool:
+        """Whether a draft stands although a drafter promises so many tokens: because it brings as many, or to be tried all the same, so
+        that what such drafts are worth stays known."""
+        if sum(chances(draft)) >= promised:
+            return True
+        self._outdone += 1
+        return self._outdone % PROBE_EVERY == 0
 
     def _with_survival(self, draft: Draft) -> Draft:
         """The draft with learned estimates where its proposer has none of its own."""

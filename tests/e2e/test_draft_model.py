@@ -103,8 +103,8 @@ def test_families_keep_their_text(family: str, tmp_path: Path) -> None:
     assert metrics["acceptance_rate"] > (0.6 if family == "llama-dynamic" else 0.95)
 
 
-def test_auto_takes_the_draft_and_changes_nothing(target: Path) -> None:
+def test_auto_takes_ngrams_and_the_draft_and_changes_nothing(target: Path) -> None:
     plain, _ = answer(target)
     outputs, metrics = answer(target, speculative="auto", draft=str(target))
     assert texts(outputs) == texts(plain)
-    assert metrics["proposers"] == ["draft-model"]
+    assert metrics["proposers"] == ["ngram", "draft-model"]

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from case_checkpoints import llama_config, llama_state, save_checkpoint
 from engine_runs import texts, tiny_engine
-from tiny_models import EOS_ID, PROMPTS, build_tokenizer
+from safetensors.torch import load_file, save_file
+from tiny_models import EOS_ID, PROMPTS, build_tokenizer, make_tiny_checkpoint
 
 from dspark.converters.pipeline import convert
 from dspark.runtime.engine import Engine
@@ -24,10 +26,9 @@ from dspark.runtime.speculation.choice import choose_speculation
 TEXT = "Quick\U0001f642 th\u00e9 END."
 
 
-def chain_engine(directory: Path, successors: dict[int, int], otherwise: int) -> Path:
-    """A model in which each token has one successor: its layers add nothing, the head reads the token off the embedding."""
-    import torch
-
+def chain_engine(directory: Path, successors: dict[int, int], otherwise: int, seconds: dict[int, int] | None = None) -> Path:
+    """A model in which each token has one successor: its layers add nothing, the head reads the token off the embedding. seconds: another
+    successor of a token that is nearly as likely."""
     config = llama_config()
     state = llama_state(config)
     for name, weight in state.items():
@@ -42,6 +43,8 @@ def chain_engine(directory: Path, successors: dict[int, int], otherwise: int) ->
         embedding[token] = 0.0
         embedding[token, dimension] = 1.0
         head[following, dimension] = 12.0
+        if seconds is not None:
+            head[seconds[token], dimension] = 11.95
     state["model.embed_tokens.weight"], state["lm_head.weight"] = embedding, head
     save_checkpoint(directory / "checkpoint", config, state)
     convert(directory / "checkpoint", directory / "engine", dtype="float32", audit=False)
@@ -100,7 +103,7 @@ def test_an_end_inside_an_accepted_block_is_the_end(chain: Path, chain_drafts: d
     requests = [Request(i, start, SamplingParams(temperature=0.0, **option)) for i, option in enumerate(options)]
     plain, ends, _ = answers(chain, requests)
     assert plain[8] == [path] and ends[8][0][1] == "stop" and ends[2][0][1] == "length"
-    for length in (1, 2, 3, 8):
+    for length in range(1, 9):
         found, found_ends, metrics = answers(chain, requests, chain_drafts[kind], length)
         assert (found, found_ends) == (plain, ends)
         assert metrics["accepted_tokens"] > 0
@@ -131,13 +134,42 @@ def test_greedy_answers_do_not_change_under_any_option(target: Path, tmp_path: P
         for i, option in enumerate(GREEDY)
     ]
     plain, ends, _ = answers(target, requests)
-    stranger = tiny_engine(tmp_path, num_hidden_layers=1)
-    for draft in (target, stranger):
-        for length in (1, 3, 5):
+    stranger = tiny_engine(tmp_path / "stranger", seed=1234)
+    near = nearly(tmp_path / "near")
+    for draft in (target, near, stranger):
+        for length in (1, 2, 3, 4, 5):
             found, found_ends, metrics = answers(target, requests, draft, length)
             assert (found, found_ends) == (plain, ends)
             if draft == target:
                 assert metrics["acceptance_rate"] > 0.95
+            if draft == near:
+                assert 0.1 < metrics["acceptance_rate"] < 0.95
+
+
+def nearly(directory: Path) -> Path:
+    """The target with a little noise on every weight."""
+    checkpoint = make_tiny_checkpoint(directory / "checkpoint", "llama")
+    weights, noise = load_file(checkpoint / "model.safetensors"), torch.Generator().manual_seed(4)
+    moved = {name: weight + 0.02 * torch.randn(weight.shape, generator=noise) for name, weight in weights.items()}
+    save_file(moved, checkpoint / "model.safetensors", {"format": "pt"})
+    convert(checkpoint, directory / "engine", dtype="float32", audit=False)
+    return directory / "engine"
+
+
+@pytest.mark.parametrize("penalty", [{}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.8}, {"presence_penalty": 0.8}], ids=str)
+def test_penalties_in_a_cycle_count_tokens_not_steps(path: list[int], penalty: dict[str, float], tmp_path: Path) -> None:
+    """A model that would go round for ever, each step with a close second choice; its draft knows the round only (case B33)."""
+    around = dict(pairwise([*path[:-1], path[0]]))
+    seconds = {token: 40 + i for i, token in enumerate(around)}
+    engine = chain_engine(tmp_path / "target", around, path[0], seconds)
+    draft = chain_engine(tmp_path / "draft", around, path[0])
+    requests = [Request(0, build_tokenizer().encode("xx").ids, SamplingParams(temperature=0.0, max_tokens=40, **penalty))]
+    plain, ends, _ = answers(engine, requests)
+    assert (plain[0][0] != (path[:-1] * 40)[:40]) == bool(penalty)
+    for length in range(1, 9):
+        found, found_ends, metrics = answers(engine, requests, draft, length)
+        assert (found, found_ends) == (plain, ends)
+        assert metrics["accepted_tokens"] > 0
 
 
 def test_beyond_the_drafts_context_decoding_goes_on_without_it(target: Path, tmp_path: Path) -> None:

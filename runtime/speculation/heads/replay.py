@@ -1,4 +1,4 @@
-"""A block drafter run beside answers that are known: what generation would draft and accept, without the target's passes.
+"""A drafter run beside answers that are known: what generation would draft and accept, without the target's passes.
 
 The coupled rule accepts a draft token when it is the token that the target draws there, and that is the answer's. So a round needs the
 answer and the target's features of its tokens, and goes as in generation: the features of accepted tokens come in after the verification,
@@ -14,12 +14,15 @@ from pathlib import Path
 import torch
 
 from dspark.runtime.execution.forward_batch import build_forward_batch
+from dspark.runtime.jobs.tokenizer import TextCodec
 from dspark.runtime.models.decoder import Decoder
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput
 from dspark.runtime.scheduling.sequence import Sequence as TokenSequence
 from dspark.runtime.spec.request import Request
 from dspark.runtime.speculation.draft import Draft
+from dspark.runtime.speculation.draft_model import load_draft_model
+from dspark.runtime.speculation.drafter import Drafter
 from dspark.runtime.speculation.heads.block import BlockDrafter
 from dspark.runtime.speculation.heads.load import load_drafter
 
@@ -76,8 +79,16 @@ def replay_stored(directory: Path, target: Decoder, answers: Sequence[KnownAnswe
     return replay(drafter, answers, facts.block_size, facts.device)
 
 
+def replay_draft_model(directory: Path, target: Decoder, codec: TextCodec, answers: Sequence[KnownAnswer], max_tokens: int) -> list[Round]:
+    """All rounds with a draft model that drafts up to max_tokens, as sure of itself as it says. codec: the target's."""
+    facts = target.kernels.facts
+    longest = max((len(known.tokens) for known in answers), default=1)
+    drafter = load_draft_model(directory, target, codec, Sampler(frozenset(target.config.eos_token_ids)), longest, max_tokens)
+    return replay(drafter, answers, facts.block_size, facts.device)
+
+
 @torch.inference_mode()
-def replay(drafter: BlockDrafter, answers: Sequence[KnownAnswer], block_size: int, device: str) -> list[Round]:
+def replay(drafter: Drafter, answers: Sequence[KnownAnswer], block_size: int, device: str) -> list[Round]:
     """All rounds of all answers, line after line. The drafter is not allocated yet, or is no longer needed: it gets a cache of its own.
 
     block_size: of its cache, as its target was loaded. An answer needs two tokens, or it has no round.
@@ -85,7 +96,7 @@ def replay(drafter: BlockDrafter, answers: Sequence[KnownAnswer], block_size: in
     groups = [answers[start : start + LINES_AT_ONCE] for start in range(0, len(answers), LINES_AT_ONCE)]
 
     def blocks_of(known: KnownAnswer) -> int:
-        return -(-(len(known.tokens) + drafter.config.block_size) // block_size)
+        return -(-(len(known.tokens) + drafter.max_tokens + 1) // block_size)
 
     drafter.allocate(max((sum(map(blocks_of, group)) for group in groups), default=1))
     rounds: list[Round] = []
@@ -111,7 +122,7 @@ def _rounds(lines: list[_Line]) -> Iterator[list[_Line]]:
         yield running
 
 
-def _absorb(drafter: BlockDrafter, running: list[_Line], block_size: int, device: str) -> None:
+def _absorb(drafter: Drafter, running: list[_Line], block_size: int, device: str) -> None:
     """Bring in the features of every token but the newest, which the target has not computed yet."""
     items = [ScheduledSequence(line.seq, line.seq.num_uncomputed - 1) for line in running]
     features = [line.known.features[line.seq.num_computed : line.seq.num_tokens - 1] for line in running]

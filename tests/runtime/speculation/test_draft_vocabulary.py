@@ -15,7 +15,7 @@ from dspark.runtime.engine import Engine
 from dspark.runtime.jobs.tokenizer import load_codec
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.errors import InputError
-from dspark.runtime.speculation.draft_vocabulary import DraftVocabulary, match_vocabularies
+from dspark.runtime.speculation.draft_vocabulary import MAPPED_NAME, DraftVocabulary, match_vocabularies
 
 
 def test_strings_are_compared_and_the_first_difference_is_named() -> None:
@@ -23,13 +23,16 @@ def test_strings_are_compared_and_the_first_difference_is_named() -> None:
     target = {"<s>": 0, "a": 1, "b": 2, "c": 3}
     assert match_vocabularies(target, dict(target)).is_same
     swapped = match_vocabularies(target, {"<s>": 0, "b": 1, "a": 2, "c": 3})
-    assert not swapped.is_same and swapped.pairs == ((0, 0), (1, 2), (2, 1), (3, 3)) and swapped.fault() is None
+    assert not swapped.is_same and swapped.pairs == ((0, 0), (1, 2), (2, 1), (3, 3)) and swapped.fault(is_mapped=True) is None
+    assert swapped.fault(is_mapped=False) == "its vocabulary is another one: id 1 is 'a' in the target and 'b' in the draft"
     assert "id 1 is 'a' in the target and 'b' in the draft" in swapped.describe()
 
 
 def test_too_small_a_share_is_refused_with_figures() -> None:
     match = match_vocabularies({str(i): i for i in range(100)}, {str(i): i for i in range(60, 200)})
-    assert match.fault() == "its vocabulary has 40 of the target's 100 tokens (40.0%), at least 50% are needed"
+    shares = "its vocabulary has 40 of the target's 100 tokens (40.0%), at least 50% are needed"
+    wanted = f"{shares}: id 0 is '0' in the target and no token in the draft"
+    assert match.fault(is_mapped=True) == match.fault(is_mapped=False) == wanted
 
 
 def test_logits_move_to_the_targets_ids_and_a_token_without_equal_ends_the_draft() -> None:
@@ -86,7 +89,13 @@ def accepted(target: Path, draft: Path | None) -> tuple[dict[int, list[list[int]
 @pytest.mark.parametrize("change", [{"swap": True}, {"pad": 32}, {"swap": True, "pad": 8}, {"rename": 30}], ids=str)
 def test_another_vocabulary_changes_no_text(target: Path, change: dict[str, int], tmp_path: Path) -> None:
     plain, _ = accepted(target, None)
-    found, rate = accepted(target, altered(tmp_path, **change))
+    draft = altered(tmp_path, **change)
+    if set(change) != {"pad"}:
+        with pytest.raises(InputError, match=r"another one: id \d+ is .* in the draft") as refused:
+            accepted(target, draft)
+        assert "--map-vocabulary" in refused.value.hint
+        (draft / MAPPED_NAME).write_text("{}")
+    found, rate = accepted(target, draft)
     assert found == plain
     assert rate is not None and rate > (0.2 if "rename" in change else 0.95)  # stand-ins make another context of a prompt
 
