@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dspark.converters.distill.data import DistillData
 from dspark.converters.distill.features import Features
+from dspark.runtime.jobs.tokenizer import TextCodec
 from dspark.runtime.models.decoder import Decoder
-from dspark.runtime.speculation.heads.replay import KnownAnswer, Round, replay_stored
+from dspark.runtime.speculation.heads.replay import KnownAnswer, Round, replay_draft_model, replay_stored
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,10 @@ class Acceptance:
     rounds: int
     mean_length: float
     by_position: tuple[float, ...]
+
+    def describe(self) -> str:
+        """In words, with figures."""
+        return f"{self.mean_length:.2f} tokens a round, acceptance by position {' '.join(f'{share:.2f}' for share in self.by_position)}"
 
     def to_json(self) -> dict[str, Any]:
         shares = [round(share, 4) for share in self.by_position]
@@ -44,3 +51,9 @@ def held_out_rounds(draft_dir: Path, target: Decoder, data: DistillData, feature
         for index, line in enumerate(data.held_out)
     ]
     return replay_stored(draft_dir, target, answers)
+
+
+def draft_model_rounds(draft_dir: Path, target: Decoder, codec: TextCodec, data: DistillData, num_positions: int) -> list[Round]:
+    """The same with a draft model, which needs no features of its target's."""
+    answers = [KnownAnswer(line.request, line.tokens, torch.empty(len(line.tokens), 0)) for line in data.held_out]
+    return replay_draft_model(draft_dir, target, codec, answers, num_positions)

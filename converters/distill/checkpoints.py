@@ -58,6 +58,6 @@ def load_checkpoint(directory: Path, plan: dict[str, Any]) -> TrainingState | No
     before, now = json.loads(metadata["plan"]), json.loads(json.dumps(plan))
     changed = sorted(key for key in {**before, **now} if before.get(key) != now.get(key))
     if changed:
-        hint = "type the old settings again, or start anew: leave --resume out"
-        raise UsageError(f"--resume: the interrupted distillation had other settings: {', '.join(changed)}", hint)
+        hint = "type the old settings again, or start anew with --fresh"
+        raise UsageError(f"the interrupted distillation had other settings: {', '.join(changed)}", hint)
     return TrainingState({name: handle.get_tensor(name) for name in handle.keys()}, **json.loads(metadata["state"]))  # noqa: SIM118

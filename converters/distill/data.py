@@ -108,10 +108,12 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(f"prompts file '{path}' cannot be read ({error.strerror})", "check the path") from error
 
 
-def answer(engine_dir: Path, requests: Sequence[Request], codec: TextCodec, device: str, deadline_s: float | None) -> list[AnsweredLine]:
+def answer(
+    engine_dir: Path, requests: Sequence[Request], codec: TextCodec, device: str, deadline_s: float | None, threads: int | None = None
+) -> list[AnsweredLine]:
     """The target's answers, by the serving engine. deadline_s: on the monotonic clock; prompts of later waves then go unanswered, those of
     the first are answered in any case."""
-    engine = Engine.from_directory(engine_dir, EngineConfig(device=device), codec)
+    engine = Engine.from_directory(engine_dir, EngineConfig(device=device, threads=threads), codec)
     lines: list[AnsweredLine] = []
     wave = len(requests) if deadline_s is None else _WAVE
     try:
@@ -142,6 +144,23 @@ def split(lines: Sequence[AnsweredLine], prompts_digest: str, options: DistillOp
     return DistillData(ranked[count:], ranked[: min(count, options.max_held_out)], prompts_digest, tuple(notes))
 
 
+def extra_requests(lines: Sequence[AnsweredLine], options: DistillOptions, num_prompts: int) -> list[Request]:
+    """Requests for the answers after the first of each line, drawn. num_prompts: of the job, whose numbers are taken."""
+    made = []
+    for turn in range(1, options.answers):
+        for line in lines:
+            request = line.request
+            params = replace(request.params, temperature=options.extra_temperature)
+            number = turn * num_prompts + request.request_id
+            made.append(replace(request, request_id=number, draw_key=request.draw_key ^ turn << 96, params=params))
+    return made
+
+
+def prompt_digest(tokens: Sequence[int]) -> str:
+    """16 hex digits by which a prompt is known again."""
+    return f"{_key(tokens):032x}"[:16]
+
+
 def prompts_digest(requests: Sequence[Request]) -> str:
     """Hex xxh3_128 of the prompts in their order."""
     return xxhash.xxh3_128_hexdigest(b"".join(_key(request.prompt_token_ids).to_bytes(16, "little") for request in requests))
@@ -163,7 +182,8 @@ def load_answers(path: Path, plan: dict[str, Any], requests: Sequence[Request]) 
     if kept["plan"] != json.loads(json.dumps(plan)):
         return None
     answers: dict[str, list[int]] = kept["answers"]
-    return [AnsweredLine(r, [*r.prompt_token_ids, *answers[str(r.request_id)]]) for r in requests if str(r.request_id) in answers]
+    lines = [AnsweredLine(r, [*r.prompt_token_ids, *answers[str(r.request_id)]]) for r in requests if str(r.request_id) in answers]
+    return sorted(lines, key=lambda line: line.request.request_id)
 
 
 def _side(line: AnsweredLine) -> int:

@@ -48,12 +48,18 @@ class TargetVocabulary:
         kind = getattr(torch, config.dtype) if config.round_embedding_multiplier else torch.float64
         return self.embedding[token_ids] * torch.tensor(config.embedding_multiplier, dtype=kind).item()
 
-    def target_probabilities(self, final: torch.Tensor) -> torch.Tensor:
-        """final [n, H] -> the target's distributions at temperature 1, float32 [n, V]."""
-        logits = final.float() @ self.head.T / self.config.logits_divisor
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Normed states [n, H] -> the output head's logits with the family's scaling and cap, float32 [n, V]."""
+        logits = states.float() @ self.head.T
+        if self.config.logits_divisor != 1.0:
+            logits = logits / self.config.logits_divisor
         if self.config.logits_softcap is not None:
             logits = torch.tanh(logits / self.config.logits_softcap) * self.config.logits_softcap
-        return logits.softmax(-1)
+        return logits
+
+    def target_probabilities(self, final: torch.Tensor) -> torch.Tensor:
+        """final [n, H] -> the target's distributions at temperature 1, float32 [n, V]."""
+        return self.logits(final).softmax(-1)
 
 
 def collect(

@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import embedding, linear, silu
 
+from dspark.converters.distill.learner import Parameters
 from dspark.runtime.layers.rope import RotaryEmbedding
 from dspark.runtime.speculation.heads.config import DraftConfig
 from dspark.runtime.speculation.heads.tensors import draft_tensors
 
 _INIT_STD = 0.02
-Parameters = dict[str, torch.Tensor]
 
 
 def new_parameters(config: DraftConfig, seed: int, device: str = "cpu") -> Parameters:

@@ -21,8 +21,8 @@ def draft_config(target: ModelConfig, options: DistillOptions, mask_token_id: in
     A rope that follows the sequence's length becomes the plain one of its base: a draft's keys are kept for good. Raises UsageError for
     sizes and taps that a drafter of this target cannot have.
     """
-    if options.layers < 1 or options.block_size < 1 or options.markov_rank < 1:
-        sizes = f"{options.layers} layers, block_size {options.block_size}, markov_rank {options.markov_rank}"
+    if options.num_layers < 1 or options.block_size < 1 or options.markov_rank < 1:
+        sizes = f"{options.num_layers} layers, block_size {options.block_size}, markov_rank {options.markov_rank}"
         raise UsageError(f"a drafter with {sizes}", "each must be at least 1")
     config = DraftConfig(
         method="dspark",
@@ -31,7 +31,7 @@ def draft_config(target: ModelConfig, options: DistillOptions, mask_token_id: in
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
             intermediate_size=target.intermediate_size or 3 * target.hidden_size,
-            num_layers=options.layers,
+            num_layers=options.num_layers,
             num_heads=target.num_heads,
             num_kv_heads=target.num_kv_heads,
             head_dim=target.head_dim,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dspark.converters.distill.data import prompt_digest
 from dspark.converters.drafts.checkpoint import read_draft
 from dspark.converters.drafts.store import store_draft
 from dspark.converters.writer import remove_stale, replace_directory
@@ -23,7 +25,7 @@ from dspark.runtime.spec.manifest import MANIFEST_NAME, EngineManifest, load_man
 from dspark.runtime.spec.request import Request
 from dspark.runtime.spec.sampling_params import SamplingParams
 from dspark.runtime.speculation.choice import HEADS_NAME, Choice
-from dspark.runtime.speculation.draft_vocabulary import match_vocabularies
+from dspark.runtime.speculation.draft_vocabulary import MAPPED_NAME, MIN_COVERAGE, VocabularyMatch, match_vocabularies
 from dspark.runtime.speculation.pairing import DRAFT_FOLDER, PAIRING_NAME, Pairing
 
 MIN_RATIO = 1.03
@@ -33,12 +35,15 @@ LONGEST_ANSWER = 128
 SPECIALS = ("bos_token", "eos_token")
 
 
-def check_draft_model(engine_dir: Path, draft_dir: Path) -> list[str]:
-    """Hold an engine that is to draft against its target. Returns notes; raises InputError with every mismatch in one message."""
+def check_draft_model(engine_dir: Path, draft_dir: Path, map_vocabulary: bool = False) -> tuple[VocabularyMatch, list[str]]:
+    """Hold an engine that is to draft against its target. Returns (vocabularies, notes); raises InputError with every mismatch at once.
+
+    map_vocabulary: whether tokens of another vocabulary are matched by their strings; without, it is a mismatch.
+    """
     target, draft = load_manifest(engine_dir), load_manifest(draft_dir)
     ours, theirs = load_codec(engine_dir), load_codec(draft_dir)
     match = match_vocabularies(ours.vocabulary, theirs.vocabulary)
-    fault = match.fault()
+    fault = match.fault(map_vocabulary)
     faults = [fault] if fault is not None else []
     for name in SPECIALS:
         wanted, found = ours.special_tokens.get(name), theirs.special_tokens.get(name)
@@ -50,7 +55,10 @@ def check_draft_model(engine_dir: Path, draft_dir: Path) -> list[str]:
     if draft.model.context_length < 2:
         faults.append(f"its context holds {draft.model.context_length} tokens")
     if faults:
-        raise InputError(f"the draft model '{draft_dir}' cannot serve: {'; '.join(faults)}", "take a draft model of the target's family")
+        hint = "take a draft model of the target's family"
+        if fault is not None and match.coverage >= MIN_COVERAGE and len(faults) == 1:
+            hint += ", or add --map-vocabulary: then its tokens are matched by their strings"
+        raise InputError(f"the draft model '{draft_dir}' cannot serve: {'; '.join(faults)}", hint)
     notes = [f"vocabulary: {match.describe()}"]
     if draft.model.context_length < target.model.context_length:
         notes.append(
@@ -58,21 +66,24 @@ def check_draft_model(engine_dir: Path, draft_dir: Path) -> list[str]:
         )
     if draft.weight_bytes() > target.weight_bytes():
         notes.append("the draft is larger than the target")
-    return notes
+    return match, notes
 
 
 def _strings(codec: Any, ids: tuple[int, ...]) -> set[str]:
     return {token for index in ids if (token := codec.id_to_token(index)) is not None}
 
 
-def prepare_draft(engine_dir: Path, source: Path, staging: Path) -> tuple[str, list[str]]:
+def prepare_draft(engine_dir: Path, source: Path, staging: Path, map_vocabulary: bool = False) -> tuple[str, list[str]]:
     """Check a draft and lay it out as the engine will hold it, in `staging` (created). Returns (its method, notes).
 
-    source: an engine, stored heads, or a published draft checkpoint. Raises InputError or UnsupportedError with every mismatch.
+    source: an engine, stored heads, or a published draft checkpoint. map_vocabulary: see `check_draft_model`; it is kept with the draft.
+    Raises InputError or UnsupportedError with every mismatch.
     """
     if (source / MANIFEST_NAME).is_file():
-        notes = check_draft_model(engine_dir, source)
-        shutil.copytree(source, staging, ignore=shutil.ignore_patterns(DRAFT_FOLDER, PAIRING_NAME))
+        match, notes = check_draft_model(engine_dir, source, map_vocabulary)
+        shutil.copytree(source, staging, ignore=shutil.ignore_patterns(DRAFT_FOLDER, PAIRING_NAME, MAPPED_NAME))
+        if not match.is_same:
+            (staging / MAPPED_NAME).write_text(json.dumps({"mapped": match.describe()}, ensure_ascii=False) + "\n", encoding="utf-8")
         return "draft-model", notes
     if (source / HEADS_NAME).is_file():
         from dspark.runtime.speculation.heads.stored import load_stored
@@ -87,10 +98,16 @@ def prepare_draft(engine_dir: Path, source: Path, staging: Path) -> tuple[str, l
     return stored.config.method, [f"packaging: {draft.packaging}"]
 
 
-def sample_requests(path: Path, engine_dir: Path, manifest: EngineManifest, count: int) -> tuple[list[Request], list[str]]:
-    """The first usable lines of a batch file as a job would answer them, but for the length. Raises InputError when none can be used."""
+def sample_requests(
+    path: Path, engine_dir: Path, manifest: EngineManifest, count: int, learned: frozenset[str] = frozenset(), enough: int = 1
+) -> tuple[list[Request], list[str]]:
+    """The first usable lines of a batch file as a job would answer them, but for the length. Raises InputError when none can be used.
+
+    learned: `prompt_digest` of prompts that the draft was trained on. Lines with them are left out where `enough` others are found.
+    """
     builder = PromptBuilder(load_codec(engine_dir), SamplingParams(), manifest.model.context_length, manifest.model.vocab_size)
     requests: list[Request] = []
+    known: list[Request] = []
     refused: list[str] = []
     try:
         with path.open("rb") as file:
@@ -106,13 +123,22 @@ def sample_requests(path: Path, engine_dir: Path, manifest: EngineManifest, coun
                     continue
                 most = min(request.params.max_tokens or LONGEST_ANSWER, LONGEST_ANSWER)
                 params = replace(request.params, max_tokens=most, min_tokens=min(request.params.min_tokens, most))
-                requests.append(replace(request, params=params))
+                request = replace(request, params=params)
+                if prompt_digest(request.prompt_token_ids) not in learned:
+                    requests.append(request)
+                elif len(known) < count:
+                    known.append(request)
     except OSError as error:
         raise InputError(f"'{path}' cannot be read ({error.strerror or error})", "give a JSONL file of the job") from error
+    notes = [f"{len(refused)} lines left out, the first is {refused[0]}"] if refused else []
+    if known and len(requests) < enough:
+        taken = count - len(requests)
+        notes.append(f"{len(known[:taken])} of the lines measured on were learned from: the draft looks a little better than it is")
+        requests += known[:taken]
     if not requests:
         why = refused[0] if refused else "it is empty"
         raise InputError(f"no line of '{path}' can be used ({why})", "give a JSONL file in the batch format: docs/lines.md")
-    return requests, [f"{len(refused)} lines left out, the first is {refused[0]}"] if refused else []
+    return [replace(request, request_id=number) for number, request in enumerate(requests)], notes
 
 
 @dataclass
@@ -146,14 +172,17 @@ class Measured:
 def measure(
     engine: Engine, alternatives: list[Choice], requests: list[Request], rounds: int, told: Callable[[str], None]
 ) -> list[Measured]:
-    """Answer the sample with every alternative in turn, `rounds` times after one that only learns what steps cost. The first one is plain
-    decoding. Each starts with an empty KV cache."""
+    """Answer the sample with every alternative in turn, `rounds` times after one that only learns what steps cost and drafts are worth, as
+    a job finds it in the pairing. The first one is plain decoding. Each starts with an empty KV cache."""
     found = [Measured(choice.method) for choice in alternatives]
     points: dict[str, float] = {}
+    learned: dict[str, dict[str, Any]] = {}
     texts: dict[int, list[list[int]]] = {}
     for turn in range(rounds + 1):
         for entry, choice in zip(found, alternatives, strict=True):
-            known = Pairing(choice.method, None, engine.executor.machine, step_cost_ms=points)
+            before = learned.get(choice.method, {})
+            drafter = {key: before[key] for key in ("confidence", "draft_ms_per_token") if key in before}
+            known = Pairing(choice.method, None, engine.executor.machine, before.get("acceptance", {}), points, drafter)
             run = engine.again(replace(choice, pairing=known))
             cpu, wall = time.process_time(), time.monotonic()
             for request in requests:
@@ -161,8 +190,9 @@ def measure(
             answers = {output.request_id: [completion.token_ids for completion in output.completions] for output in run.drain()}
             cpu, wall = time.process_time() - cpu, time.monotonic() - wall
             entry.speculation = run.metrics()["speculation"]
-            if entry.speculation is not None and entry.speculation["step_cost_ms"]:
-                points = entry.speculation["step_cost_ms"]
+            if entry.speculation is not None:
+                learned[choice.method] = entry.speculation
+                points = entry.speculation["step_cost_ms"] or points
             texts = texts or answers
             told(f"{entry.method}: {wall:.1f} s")
             if turn:

@@ -1,13 +1,15 @@
 """`dspark pair`: mismatches in one message, a table, and an engine that loads at every instant."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_runs import tiny_engine
-from tiny_models import PROMPTS
+from tiny_models import PROMPTS, build_tokenizer, make_tiny_checkpoint, save_tokenizer
 
+from dspark.converters.pipeline import convert
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.errors import InputError, UsageError
 from dspark.runtime.speculation.choice import Choice, choose_speculation
@@ -44,7 +46,7 @@ def test_the_alternatives_are_measured_and_one_is_stored(engine: Path, draft: Pa
     assert pair(engine, "--draft", draft, "--prompts", lines, "--dry-run") == 0
     assert sorted(path.name for path in engine.iterdir()) == before
     out = capsys.readouterr().out
-    for method in ("off", "ngram", "draft-model"):
+    for method in ("off", "ngram", "draft-model", "ngram+draft-model"):
         assert f" {method} " in out
     assert "acceptance by position" in out
     assert pair(engine, "--draft", draft, "--prompts", lines, "--method", "draft-model") == 0
@@ -79,6 +81,38 @@ def test_every_mismatch_stands_in_one_message(engine: Path, tmp_path: Path, caps
     assert message.count("error:") == 1 and not (engine / ".draft.tmp").exists()
 
 
+def test_a_draft_of_another_vocabulary_is_refused_by_its_first_difference(engine: Path, tmp_path: Path, capsys) -> None:
+    """Two ids swapped, a smaller vocabulary, bos and eos swapped (case B34). Sizes say nothing, and nothing is mapped unasked."""
+    swapped = tiny_engine(tmp_path / "swapped")
+    tokenizer = json.loads((swapped / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = (next(token for token, index in vocab.items() if index == wanted) for wanted in (103, 104))
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (swapped / "tokenizer.json").write_text(json.dumps(tokenizer))
+    checkpoint = make_tiny_checkpoint(tmp_path / "smaller" / "checkpoint", "llama", vocab_size=300)
+    save_tokenizer(checkpoint, build_tokenizer(300))
+    convert(checkpoint, tmp_path / "smaller" / "engine", dtype="float32", audit=False)
+    other = tiny_engine(tmp_path / "other")
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": "<|eos|>", "eos_token": "<|bos|>"}))
+    before = sorted(path.name for path in engine.iterdir())
+    for draft, reason in (
+        (swapped, f"id 103 is {first!r} in the target and {second!r} in the draft"),
+        (tmp_path / "smaller" / "engine", "in the target and no token in the draft"),
+        (other, "its bos_token is '<|eos|>', the target's '<|bos|>'; its eos_token is '<|bos|>', the target's '<|eos|>'"),
+    ):
+        capsys.readouterr()
+        assert pair(engine, "--draft", draft, "--method", "draft-model") == 2
+        message = capsys.readouterr().err
+        assert reason in message and message.count("\n") == 1
+    assert sorted(path.name for path in engine.iterdir()) == before
+    copy = shutil.copytree(engine, tmp_path / "copy")
+    assert pair(copy, "--draft", swapped, "--method", "draft-model", "--map-vocabulary") == 0
+    assert "mapped by token strings, 320 of the target's 320 tokens" in capsys.readouterr().err
+    assert (copy / "draft" / "vocabulary.json").is_file()
+    assert pair(copy, "--draft", other, "--method", "draft-model", "--map-vocabulary") == 2  # what ends a text is another matter
+
+
 def test_what_cannot_be_is_refused(engine: Path, tmp_path: Path, capsys) -> None:
     assert pair(engine) == 2  # nothing to measure on
     assert "--prompts" in capsys.readouterr().err
@@ -109,3 +143,18 @@ def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             choose_speculation(config, tmp_path)
     assert choose_speculation(EngineConfig(speculative="auto"), tmp_path) == Choice("ngram")
+
+
+def test_auto_is_what_was_measured_and_ngrams_before_a_draft_that_was_not(engine: Path, draft: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(engine, tmp_path / "engine", ignore=shutil.ignore_patterns("pairing.json", "draft"))
+    named = EngineConfig(speculative="auto", draft=str(draft))
+    assert choose_speculation(named, copy) == Choice("ngram+draft-model", draft)
+    for method in ("draft-model", "ngram+draft-model"):
+        pairing = Pairing(method, "draft", MACHINE)
+        (copy / "pairing.json").write_bytes(pairing.to_bytes())
+        shutil.copytree(draft, copy / "draft", dirs_exist_ok=True)
+        assert choose_speculation(EngineConfig(speculative="auto"), copy) == Choice(method, copy / "draft", pairing)
+        assert choose_speculation(named, copy) == Choice(method, draft, pairing)
+    assert Choice("ngram+draft-model").drafter == "draft-model" and Choice("ngram+draft-model").has_ngrams
+    assert Choice("ngram").drafter is None and Choice("ngram").has_ngrams
+    assert not Choice("draft-model").has_ngrams and not Choice("off").has_ngrams
