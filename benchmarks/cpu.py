@@ -1,6 +1,7 @@
 """Compare dspark with other engines on one workload file, on CPU cores.
 
     python benchmarks/cpu.py --engine ENGINE [--workload FILE] [--threads N] [--peers transformers,vllm,openvino] [--repeat R] [--out FILE]
+    python benchmarks/cpu.py --speculation --engine ENGINE ...      # drafting against plain decoding: speculation.py beside this file
 
 Every program runs the whole file in a process of its own, bound to the first N cores; the programs take turns (A B C, B C A, ...), so
 that a slow minute of the machine does not hit one of them alone. The result is one JSON document (every run, medians, ratios of
@@ -223,6 +224,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
+    if "--speculation" in sys.argv[1:]:
+        import speculation
+
+        speculation.main([argument for argument in sys.argv[1:] if argument != "--speculation"], make.write, machine())
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a run in progress ends with this program
     args = parse_args()
     programs = prepare(args)
