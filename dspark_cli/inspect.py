@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dspark.runtime.spec.kv_cache import KVCacheConfig
 from dspark.runtime.spec.manifest import MANIFEST_NAME, EngineManifest, load_manifest
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.spec.quant import QuantConfig
+from dspark.runtime.speculation.choice import HEADS_NAME
 from dspark.runtime.speculation.pairing import load_pairing
 from dspark_cli.console import Console
 from dspark_cli.convert import describe_scheme
@@ -29,13 +31,15 @@ ADAPTER_CONFIG = "adapter_config.json"
 class InspectOptions:
     """Flags of `dspark inspect`."""
 
-    path: Path = argument("engine directory, LoRA adapter, or a checkpoint that convert reads")
+    path: Path = argument("engine directory, draft, LoRA adapter, or a checkpoint that convert reads")
 
 
 def inspect(console: Console, options: InspectOptions) -> int:
     """What PATH is: format, family, size, scheme, memory need."""
     if (options.path / MANIFEST_NAME).is_file():
         facts = engine_facts(options.path)
+    elif (options.path / HEADS_NAME).is_file():
+        facts = draft_facts(options.path)
     elif (options.path / ADAPTER_CONFIG).is_file():
         facts = adapter_facts(options.path)
     else:
@@ -82,6 +86,38 @@ def pairing_facts(path: Path) -> dict[str, Any] | None:
     return {"draft_is_there": pairing.draft is None or (path / pairing.draft).is_dir(), **asdict(pairing)}
 
 
+def draft_facts(path: Path) -> dict[str, Any]:
+    """A stored drafting head in numbers: what it is for, what it reads, what it was made from."""
+    from dspark.runtime.speculation.heads.stored import WEIGHTS_NAME, load_stored
+
+    stored = load_stored(path)
+    config, model = stored.config, stored.config.model
+    return {
+        "format": "draft",
+        "draft_method": config.method,
+        "packaging": stored.packaging,
+        "parameters": sum(prod(record.shape) for record in stored.tensors.values()),
+        "layers": model.num_layers,
+        "shape": f"hidden {model.hidden_size}, inner {model.intermediate_size}, {_heads_words(model)}",
+        "draft_vocabulary": config.draft_vocab_size,
+        "target": f"{config.target_num_layers} layers, hidden {config.target_hidden_size}, vocabulary {model.vocab_size}",
+        "reads_layers": list(config.taps),
+        "draft_tokens": config.drafts_per_block or config.trained_steps,
+        "uses_of_target": [name for name, own in (("embedding", config.own_embedding), ("output head", config.own_head)) if not own],
+        "markov_head": f"{config.markov}, rank {config.markov_rank}" if config.markov else None,
+        "confidence_head": config.confidence,
+        "temperatures": list(config.temperatures),
+        "mask_token_id": config.mask_token_id,
+        "lineage": stored.lineage,
+        "files": _sizes([file for file in (path / HEADS_NAME, path / WEIGHTS_NAME) if file.is_file()]),
+        "missing_files": [] if (path / WEIGHTS_NAME).is_file() else [WEIGHTS_NAME],
+    }
+
+
+def _heads_words(model: ModelConfig) -> str:
+    return f"{model.num_heads} heads, {model.num_kv_heads} key/value heads, head size {model.head_dim}"
+
+
 def checkpoint_facts(path: Path) -> dict[str, Any]:
     """A checkpoint in numbers, from its headers; faults that convert would find are found here too."""
     from dspark.converters.detect import open_checkpoint
@@ -114,13 +150,12 @@ def model_facts(config: ModelConfig, quant: QuantConfig | None, kv_cache: KVCach
     """Family, shape and memory need. kv_bytes_per_token: keys and values of one token in every layer, in the dtype of a run."""
     from dspark.converters.mapping import parameter_count
 
-    heads = f"{config.num_heads} heads, {config.num_kv_heads} key/value heads, head size {config.head_dim}"
     need = memory_need(config, quant, kv_cache)
     return {
         "family": config.family,
         "parameters": parameter_count(config),
         "layers": config.num_layers,
-        "shape": f"hidden {config.hidden_size}, inner {config.intermediate_size}, {heads}, vocabulary {config.vocab_size}",
+        "shape": f"hidden {config.hidden_size}, inner {config.intermediate_size}, {_heads_words(config)}, vocabulary {config.vocab_size}",
         "experts": _experts_words(config),
         "context": config.context_length,
         "rope": config.rope.kind if config.rope.kind == "default" else f"{config.rope.kind} x{config.rope.factor:g}",

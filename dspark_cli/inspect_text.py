@@ -13,7 +13,8 @@ _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 def lines(facts: Facts) -> Iterator[str]:
     """What to print."""
-    pairs = list(_adapter(facts) if "peft_type" in facts else _model(facts))
+    kind = _adapter if "peft_type" in facts else _draft if "draft_method" in facts else _model
+    pairs = list(kind(facts))
     width = max(len(label) for label, _ in pairs) + 2
     for label, text in pairs:
         yield f"{label:<{width}}{text}"
@@ -46,6 +47,7 @@ def _model(facts: Facts) -> Iterator[tuple[str, str]]:
     if "lineage" in facts:
         yield from _lineage(facts["lineage"])
         tools = ", ".join(f"{name} {version}" for name, version in facts["lineage"].get("tools", {}).items())
+        yield from _distilled(facts["lineage"])
         yield "made", " by ".join(part for part in (facts["created"], tools) if part)
         yield "audit", facts["audit"].removeprefix("audit ")
     yield from _quality(facts.get("quality") or {})
@@ -155,6 +157,39 @@ def _adapter(facts: Facts) -> Iterator[tuple[str, str]]:
     yield from _file_lines("files", facts["files"])
     if "not_supported" not in facts:
         yield "to merge it", "dspark convert BASE ENGINE --lora DIR; a run then needs what the base model needs"
+
+
+def _draft(facts: Facts) -> Iterator[tuple[str, str]]:
+    """A drafting head by itself."""
+    length = f", up to {facts['draft_tokens']} tokens a draft" if facts["draft_tokens"] else ""
+    yield "format", f"draft: {facts['draft_method']}{length}"
+    yield "head", f"{facts['parameters']:,} parameters, {facts['layers']} layers; packaging: {facts['packaging'] or 'not said'}"
+    yield "", f"{facts['shape']}, vocabulary {facts['draft_vocabulary']}"
+    yield "for", f"a target with {facts['target']}"
+    yield "", f"reads its layers {', '.join(map(str, facts['reads_layers']))}"
+    if facts["uses_of_target"]:
+        yield "", f"uses its {' and its '.join(facts['uses_of_target'])}"
+    if facts["markov_head"]:
+        yield "bias", f"on the token before, {facts['markov_head']}"
+    if facts["confidence_head"]:
+        fitted = " ".join(f"{value:.2f}" for value in facts["temperatures"])
+        yield "confidence", f"temperatures {fitted}" if fitted else "without temperatures: dspark pair fits them"
+    yield from _distilled(facts["lineage"])
+    yield from _file_lines("files", facts["files"])
+    if facts["missing_files"]:
+        yield "MISSING", f"{', '.join(facts['missing_files'])}: this draft does not load; pair the engine with it again"
+    yield "to use it", "dspark pair ENGINE --draft DIR --prompts FILE"
+
+
+def _distilled(lineage: Facts) -> Iterator[tuple[str, str]]:
+    """What `dspark pair --distill` trained a draft on, and what that came to on lines that were held out."""
+    if "held_out" not in lineage:
+        return
+    lines = lineage["lines"]
+    tokens, name = f"{lineage['answer_tokens']:,} tokens", lineage["prompts_file"]
+    yield "trained on", f"{lines['training']} answers ({tokens}) to '{name}', {lineage['steps']} steps"
+    lengths = [lineage["held_out"][when]["mean_accepted_length"] for when in ("before", "after")]
+    yield "held out", f"{lines['held_out']} lines: {lengths[0]:.2f} tokens a round before training, {lengths[1]:.2f} after"
 
 
 def _plain(value: Any) -> str:

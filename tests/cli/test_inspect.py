@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from case_checkpoints import cast, llama_config, llama_state, save_checkpoint, save_pickles, write_gguf
+from draft_checkpoints import TARGET_LAYERS, make_draft
+from engine_runs import tiny_engine
 from lora_cases import edit_config, make_adapter
 from quantized_checkpoints import (
     awq_gemm_parts,
@@ -24,6 +26,8 @@ from quantized_checkpoints import (
 )
 from tiny_models import make_tiny_checkpoint
 
+from dspark.converters.drafts.checkpoint import read_draft
+from dspark.converters.drafts.store import store_draft
 from dspark.converters.pipeline import convert, quantize
 from dspark.runtime.spec.kv_cache import KVCacheConfig
 from dspark.runtime.spec.manifest import load_manifest
@@ -57,6 +61,10 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_adapter(folder / "adapter", base)
     edit_config(Path(shutil.copytree(folder / "adapter", folder / "ia3")), peft_type="IA3")
     convert(folder / "hf", folder / "dense", audit=False)
+    made = make_draft(folder / "published_draft", "deepspec-vanilla")
+    layers = tiny_engine(folder / "draft_target", num_hidden_layers=TARGET_LAYERS)
+    (folder / "draft").mkdir()
+    store_draft(read_draft(made.path, load_manifest(layers).model), folder / "draft", "bfloat16")
     quantize(folder / "dense", folder / "w4", "w4a16")
     convert(base, folder / "merged", adapters=[(folder / "adapter", 0.5)], audit=False)
     shutil.copytree(folder / "w4", folder / "lost")
@@ -238,3 +246,22 @@ def test_labels_line_up() -> None:
         "files          1 file, 5 bytes",
         "                 a  5 bytes",
     ]
+
+
+def test_a_draft_by_itself(kinds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it is for, what it reads, and that its weights are there."""
+    facts, rows = inspected(kinds / "draft", capsys)
+    assert rows["format"] == "draft: dspark, up to 5 tokens a draft"
+    sizes = {name: (kinds / "draft" / name).stat().st_size for name in ("draft.json", "draft.safetensors")}
+    assert {name: entry["bytes"] for name, entry in facts["files"].items()} == sizes
+    assert abs(2 * facts["parameters"] - sizes["draft.safetensors"]) < 20_000  # 16 bits each, and the header
+    assert f"a target with {TARGET_LAYERS} layers, hidden 64, vocabulary 320" in rows["for"]
+    assert f"reads its layers {', '.join(map(str, facts['reads_layers']))}" in rows["for"] and facts["reads_layers"]
+    assert rows["bias"] == "on the token before, vanilla, rank 8" and "dspark pair fits them" in rows["confidence"]
+    assert "dspark pair ENGINE --draft DIR" in rows["to use it"] and "MISSING" not in rows
+    torn = Path(shutil.copytree(kinds / "draft", kinds / "torn_draft"))
+    (torn / "draft.safetensors").unlink()
+    assert "draft.safetensors: this draft does not load" in inspected(torn, capsys)[1]["MISSING"]
+    (torn / "draft.json").write_text("{")
+    assert run(["inspect", str(torn)]) == 2
+    assert "is damaged" in capsys.readouterr().err
