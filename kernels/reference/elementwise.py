@@ -57,7 +57,8 @@ def rope_store_kv(
     """Norm (when given) and rotate q and k, store k and v into the cache, return q [T, num_heads, D].
 
     qkv [T, (num_heads + 2 * num_kv_heads) * D]; caches [num_blocks, num_kv_heads, block_size, D]; slot_mapping int64 [T].
-    kv_scales: of an 8-bit cache, whose numbers are made from k and v rounded to the dtype of qkv.
+    A token whose slot is negative is stored nowhere. kv_scales: of an 8-bit cache, whose numbers are made from k and v rounded to the dtype
+    of qkv.
     """
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     q, k, v = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -66,9 +67,10 @@ def rope_store_kv(
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     if kv_scales is not None:
         k, v = to_codes(k, kv_scales.k, k_cache.dtype), to_codes(v, kv_scales.v, v_cache.dtype)
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    k_cache[block, :, offset] = k.to(k_cache.dtype)
-    v_cache[block, :, offset] = v.to(v_cache.dtype)
+    stored = slot_mapping >= 0
+    block, offset = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
+    k_cache[block, :, offset] = k[stored].to(k_cache.dtype)
+    v_cache[block, :, offset] = v[stored].to(v_cache.dtype)
     return q
 
 

@@ -49,10 +49,10 @@ class DeviceSteps:
             return None
         return self.sampler.prepare([item.seq for item in sampling])
 
-    def feed(self, batch: ForwardBatch) -> None:
-        """Put the tokens that the step before drew in their places (part of a step's work)."""
-        if batch.fed_tokens is not None and batch.source_rows is not None:
-            batch.token_ids[batch.fed_tokens] = self._drawn[batch.source_rows]
+    def fed(self, batch: ForwardBatch) -> torch.Tensor:
+        """The batch's tokens int64 [T], those that the step before drew in their places (part of a step's work)."""
+        rows = batch.source_rows
+        return batch.token_ids if rows is None else torch.where(rows >= 0, self._drawn[rows.clamp(min=0)], batch.token_ids)
 
     def start(self, compute: Callable[[], torch.Tensor | None], draw: Draw, sampling: list[ScheduledSequence]) -> DrawnStep:
         """Queue a step: its logits, its tokens, and their copy to the host."""

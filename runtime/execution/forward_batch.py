@@ -24,7 +24,7 @@ class ForwardBatch:
     slots_before int64 [T]: of a step with draft trees, the slot of the token before each one: of its parent, if it is a node, and its own
     at position 0. None without trees: it is the one before in position.
     longest: the largest of rope_lengths, known on the host.
-    fed_tokens, source_rows int64 [n]: tokens that are drawn by the step before, and their rows there; token_ids has 0 in their places. None
+    source_rows int64 [T]: of a token that the step before draws, its row there; token_ids has 0 in its place. -1 for all others, None
     without any. copies int64 [n, 2] each: the plan's block copies (source, target), in groups that are made one after the other.
     """
 
@@ -34,14 +34,30 @@ class ForwardBatch:
     attention: AttentionBatch
     longest: int
     slots_before: torch.Tensor | None = None
-    fed_tokens: torch.Tensor | None = None
     source_rows: torch.Tensor | None = None
     copies: list[torch.Tensor] = field(default_factory=list)
 
 
+@dataclass
+class Laid:
+    """A step's inputs on the host: arrays by their names in ForwardBatch, AttentionBatch and TreeMask (start: "tree_start"; absent where it
+    is None there). copies: the plan's. Maxima over the sequences, and over rope_lengths."""
+
+    arrays: dict[str, np.ndarray]
+    copies: list[tuple[int, int]]
+    max_query_len: int
+    max_context_len: int
+    longest: int
+
+
 def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> ForwardBatch:
+    """A step's inputs on the device, in one copy."""
+    return put_there(lay_out(plan, block_size), device)
+
+
+def lay_out(plan: SchedulerOutput, block_size: int) -> Laid:
     """Lay the scheduled tokens out, sequence after sequence. The nodes of a draft lie in slots behind one another, in their own order; in a
-    tree their positions go by depth. All arrays go to the device in one copy."""
+    tree their positions go by depth."""
     items = plan.scheduled
     counts = np.asarray([item.num_query_tokens for item in items], np.int64)
     computed = np.asarray([item.start for item in items], np.int64)
@@ -89,12 +105,23 @@ def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> 
     }
     if trees is not None:
         arrays |= {"visible": trees.visible, "tree_start": trees.start, "slots_before": slots(trees.before)}
-    fed = [(int(query_start[i]), item.source_row) for i, item in enumerate(items) if item.source_row >= 0]
-    if fed:
-        arrays["fed_tokens"], arrays["source_rows"] = np.asarray(fed, np.int64).T
-    if plan.copies:
-        arrays["copies"] = np.asarray(plan.copies, np.int64)
+    sources = np.asarray([item.source_row for item in items], np.int64)
+    if (sources >= 0).any():
+        arrays["source_rows"] = sources[owner]
+    return Laid(arrays, plan.copies, int(counts.max()), int(context_lens.max()), int(rope_lengths.max()))
+
+
+def put_there(laid: Laid, device: str) -> ForwardBatch:
+    """One copy to the device."""
+    arrays = {**laid.arrays, "copies": np.asarray(laid.copies, np.int64)} if laid.copies else laid.arrays
     there = dict(zip(arrays, stage(list(arrays.values()), device), strict=True))
+    batch = batch_of(there, laid.max_query_len, laid.max_context_len, laid.longest)
+    batch.copies = copy_groups(laid.copies, there.get("copies"))
+    return batch
+
+
+def batch_of(there: dict[str, torch.Tensor], max_query_len: int, max_context_len: int, longest: int) -> ForwardBatch:
+    """The batch of arrays that are on the device."""
     return ForwardBatch(
         token_ids=there["token_ids"],
         rope_lengths=there["rope_lengths"],
@@ -105,19 +132,17 @@ def build_forward_batch(plan: SchedulerOutput, block_size: int, device: str) -> 
             block_tables=there["block_tables"],
             slot_mapping=there["slot_mapping"],
             positions=there["positions"],
-            max_query_len=int(counts.max()),
-            max_context_len=int(context_lens.max()),
-            tree=None if trees is None else TreeMask(there["visible"], there["tree_start"]),
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+            tree=TreeMask(there["visible"], there["tree_start"]) if "visible" in there else None,
         ),
-        longest=int(rope_lengths.max()),
+        longest=longest,
         slots_before=there.get("slots_before"),
-        fed_tokens=there.get("fed_tokens"),
         source_rows=there.get("source_rows"),
-        copies=_groups(plan.copies, there.get("copies")),
     )
 
 
-def _groups(pairs: list[tuple[int, int]], copies: torch.Tensor | None) -> list[torch.Tensor]:
+def copy_groups(pairs: list[tuple[int, int]], copies: torch.Tensor | None) -> list[torch.Tensor]:
     """All copies at once, or each by itself where one reads what another has written."""
     if copies is None:
         return []

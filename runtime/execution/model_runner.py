@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from dspark.runtime.execution.device_steps import DeviceSteps
 from dspark.runtime.execution.executor import FinishedStep, PendingStep
-from dspark.runtime.execution.forward_batch import ForwardBatch, accepted_moves, build_forward_batch
+from dspark.runtime.execution.forward_batch import ForwardBatch, Laid, accepted_moves, copy_groups, lay_out, put_there
+from dspark.runtime.execution.graphs import Bucket, Record, StepGraphs
+from dspark.runtime.execution.staging import stage
 from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder, KVCaches
 from dspark.runtime.sampling.sampler import Sampler
@@ -20,7 +24,8 @@ from dspark.runtime.speculation.verify import Verify, verify_coupled
 class ModelRunner:
     """Model, KV pool and sampler of one device, and the drafter that reads the model's features if there is one.
 
-    verify: which of a draft's tokens are kept. steps: where a step's work goes, None for a device that does it at once.
+    verify: which of a draft's tokens are kept. steps: where a step's work goes, None for a device that does it at once. record: how steps
+    are recorded to be replayed, None to compute all of them (see `graphs`); it needs `steps`, and takes no drafter.
     forward_s: seconds spent in the model (not in building inputs or sampling); with `steps`, in starting it and in waiting for its logits.
     absorb_s: in the drafter after each step.
     """
@@ -36,6 +41,7 @@ class ModelRunner:
         drafter: Drafter | None = None,
         verify: Verify = verify_coupled,
         steps: DeviceSteps | None = None,
+        record: Record | None = None,
     ) -> None:
         self.model = model
         self.caches = caches
@@ -46,35 +52,53 @@ class ModelRunner:
         self.drafter = drafter
         self.verify = verify
         self.steps = steps
+        self.graphs: StepGraphs | None = None
+        if record is not None:
+            assert steps is not None and drafter is None
+            self.graphs = StepGraphs(self.compute, record, block_size, device, rope.longest_plain)
         self.forward_s = 0.0
         self.absorb_s = 0.0
         self.sampling_s = 0.0
 
     def submit(self, plan: SchedulerOutput) -> PendingStep:
         """Start a step. Where its tokens are drawn on the host it is over when this returns."""
-        batch, sampling = build_forward_batch(plan, self.block_size, self.device), plan.sampling
+        laid, sampling = lay_out(plan, self.block_size), plan.sampling
         if self.steps is None:
-            return FinishedStep(self._draw(self.compute(batch), sampling))
+            return FinishedStep(self._draw(self.compute(put_there(laid, self.device)), sampling))
+        work = self._work(plan, laid)
         draw = self.steps.prepare(sampling)
         started = time.perf_counter()
         if draw is not None:
-            pending = self.steps.start(lambda: self.compute(batch), draw, sampling)
+            pending = self.steps.start(work, draw, sampling)
             self.forward_s += time.perf_counter() - started
             return pending
-        logits = self.steps.run(lambda: self.compute(batch))
+        logits = self.steps.run(work)
         self.forward_s += time.perf_counter() - started
         return FinishedStep(self._draw(logits, sampling))
+
+    def _work(self, plan: SchedulerOutput, laid: Laid) -> Callable[[], torch.Tensor | None]:
+        """What computes a step's logits, by a recording if there is one for it."""
+        bucket = self.graphs.meet(plan, laid) if self.graphs is not None else None
+        if bucket is not None:
+            return lambda: self._replayed(bucket, laid)
+        batch = put_there(laid, self.device)
+        return lambda: self.compute(batch)
+
+    def _replayed(self, bucket: Bucket, laid: Laid) -> torch.Tensor:
+        assert self.graphs is not None
+        if laid.copies:
+            self._copy_blocks(copy_groups(laid.copies, *stage([np.asarray(laid.copies, np.int64)], self.device)))
+        return self.graphs.run(bucket, laid)
 
     @torch.inference_mode()
     def compute(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Copy blocks and run the model over the batch: logits [rows, V], None when no token is drawn. Reads nothing of the plan."""
         self._copy_blocks(batch.copies)
-        if self.steps is not None:
-            self.steps.feed(batch)
+        token_ids = batch.token_ids if self.steps is None else self.steps.fed(batch)
         rotations = self.rope.lookup(batch.attention.positions, batch.rope_lengths, batch.longest)
         started = time.perf_counter()
         taps = self.drafter.taps if self.drafter is not None else ()
-        hidden, features = self.model.forward_tapped(batch.token_ids, rotations, self.caches, batch.attention, batch.sample_rows, taps)
+        hidden, features = self.model.forward_tapped(token_ids, rotations, self.caches, batch.attention, batch.sample_rows, taps)
         if self.drafter is not None:
             absorbing = time.perf_counter()
             self.drafter.absorb(batch, rotations, features)

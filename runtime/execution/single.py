@@ -14,6 +14,7 @@ from dspark.kernels.cpu.threads import start_pools
 from dspark.runtime.execution.device_queue import CudaQueue, DeviceQueue
 from dspark.runtime.execution.device_steps import DeviceSteps, GreedySampler
 from dspark.runtime.execution.executor import PendingStep, StepTooLargeError
+from dspark.runtime.execution.graphs import CudaRecorder, Record, why_not
 from dspark.runtime.execution.loader import load_model, resolve_device
 from dspark.runtime.execution.memory import kv_pool_bytes, num_blocks
 from dspark.runtime.execution.model_runner import ModelRunner
@@ -48,6 +49,7 @@ class SingleExecutor:
     """Loads the model, allocates the KV pool, runs plans.
 
     build_drafter: makes the drafter that lives beside the model, if any. queue: where steps go (default: a GPU's stream; a CPU has none).
+    record: how steps are recorded (default: CUDA graphs, where `graphs.why_not` has no reason against them).
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class SingleExecutor:
         interpreted: bool,
         build_drafter: BuildDrafter | None = None,
         queue: DeviceQueue | None = None,
+        record: Record | None = None,
     ) -> None:
         self.device = resolve_device(config.device)
         self.threads = config.threads or usable_cores()
@@ -84,21 +87,26 @@ class SingleExecutor:
         self._steps = DeviceSteps(queue, _device_sampler(record_gaps), config.max_num_seqs, self.device) if queue is not None else None
         verify = verify_rejection if config.speculative_sampling == "rejection" else verify_coupled
 
-        def runner(num_blocks: int, drafter: Drafter | None) -> ModelRunner:
+        def runner(num_blocks: int, drafter: Drafter | None, record: Record | None) -> ModelRunner:
             caches = allocate_pool(manifest.model, num_blocks, config.block_size, dtype, self.device)
-            return ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device, drafter, verify, self._steps)
+            return ModelRunner(model, caches, self._rope, sampler, config.block_size, self.device, drafter, verify, self._steps, record)
 
         self._step_bytes = 0
         if self.device == "cuda" and config.kv_cache_memory_bytes is None:
             plan, blocks = largest_plan(config, max_model_len)
-            self._step_bytes = step_bytes(runner(blocks, None), plan, max_model_len, CudaMeter())
+            self._step_bytes = step_bytes(runner(blocks, None, None), plan, max_model_len, CudaMeter())
             torch.cuda.empty_cache()
         pool_bytes = kv_pool_bytes(config, self.device, block_bytes, max_model_len, self._step_bytes)
         self.num_blocks = num_blocks(pool_bytes, block_bytes)
         self._pool_bytes = self.num_blocks * block_bytes
         if drafter is not None:
             drafter.allocate(self.num_blocks)
-        self._runner = runner(self.num_blocks, drafter)
+        taken = {op: choice["taken"] for op, choice in model.kernels.explain().items()}
+        self._no_graphs = None
+        if record is None:
+            self._no_graphs = why_not(config.cuda_graphs, self.device, taken, manifest.model.num_experts > 0, drafter is not None)
+            record = CudaRecorder() if self._no_graphs is None else None
+        self._runner = runner(self.num_blocks, drafter, record)
         self._drafter, self._draft_s = drafter, 0.0
         self._dtype = manifest.model.dtype
         self._cache_dtype = choose_cache_dtype(manifest.kv_cache, manifest.model.dtype, config.kv_cache_dtype)
@@ -161,6 +169,7 @@ class SingleExecutor:
             "kernels": {op: choice["taken"] for op, choice in self._runner.model.kernels.explain().items()},
             "kv_cache_dtype": self._cache_dtype,
             "kv_pool_bytes": self._pool_bytes,
+            "cuda_graphs": self._runner.graphs.metrics() if self._runner.graphs is not None else {"off": self._no_graphs},
             **({"step_bytes": self._step_bytes} if self._step_bytes else {}),
             "forward_s": self._runner.forward_s,
             "sampling_s": self._runner.sampling_s,

@@ -19,17 +19,42 @@ def stage(arrays: Sequence[np.ndarray], device: str) -> list[torch.Tensor]:
     """
     if device == "cpu":
         return [torch.from_numpy(array) for array in arrays]
+    return _parts(_packed(arrays, device).to(device, non_blocking=True), arrays)
+
+
+class Places:
+    """Memory of the device for arrays of fixed dtypes and shapes, filled in one copy each time. tensors: the arrays there."""
+
+    def __init__(self, arrays: Sequence[np.ndarray], device: str) -> None:
+        self._device = device
+        self._memory = torch.zeros(_starts(arrays)[-1], dtype=torch.uint8, device=device)
+        self.tensors = _parts(self._memory, arrays)
+
+    def fill(self, arrays: Sequence[np.ndarray]) -> None:
+        """Copy arrays of the same dtypes and shapes there, behind the work that was started before."""
+        self._memory.copy_(_packed(arrays, self._device), non_blocking=True)
+
+
+def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
+    """First byte of each array in a packed buffer, and the buffer's size."""
     starts = [0]
     for array in arrays:
         starts.append(-(-(starts[-1] + array.nbytes) // ALIGNMENT) * ALIGNMENT)
+    return starts
+
+
+def _packed(arrays: Sequence[np.ndarray], device: str) -> torch.Tensor:
+    starts = _starts(arrays)
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.startswith("cuda"))
     room = packed.numpy()
     for start, array in zip(starts, arrays, strict=False):
         room[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = packed.to(device, non_blocking=True)
-    return [_view(there[start : start + array.nbytes], array) for start, array in zip(starts, arrays, strict=False)]
+    return packed
 
 
-def _view(part: torch.Tensor, array: np.ndarray) -> torch.Tensor:
-    dtype = torch.from_numpy(array[:0] if array.ndim else array).dtype
-    return part.view(dtype).view(array.shape)
+def _parts(packed: torch.Tensor, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    parts = []
+    for start, array in zip(_starts(arrays), arrays, strict=False):
+        dtype = torch.from_numpy(array[:0]).dtype
+        parts.append(packed[start : start + array.nbytes].view(dtype).view(array.shape))
+    return parts

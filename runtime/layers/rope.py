@@ -159,6 +159,11 @@ class RotaryTables:
         """See RotaryEmbedding.recompute_at."""
         return next((table.recompute_at for table in self.tables if table.recompute_at is not None), None)
 
+    @property
+    def longest_plain(self) -> int | None:
+        """Length of a sequence up to which its rotations follow from its positions alone; None where they always do."""
+        return min((table.original for table in self.tables if table.follows_length), default=None)
+
     def lookup(self, positions: torch.Tensor, lengths: torch.Tensor | None = None, longest: int | None = None) -> Rotations:
         """cos and sin of these positions, for each rope; see RotaryEmbedding.lookup."""
         return [table.lookup(positions, lengths, longest) for table in self.tables]

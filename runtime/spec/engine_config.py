@@ -10,6 +10,7 @@ from dspark.runtime.spec.kv_cache import CACHE_CHOICES
 
 KERNEL_CHOICES = ("auto", "reference", "triton")
 SPECULATIVE_CHOICES = ("off", "auto", "ngram", "draft-model", "dspark", "dflash", "eagle3")
+GRAPH_CHOICES = ("auto", "off")
 SAMPLING_CHOICES = ("coupled", "rejection")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 TYPICAL_TOKENS_PER_SEQ = 512
@@ -42,6 +43,9 @@ class EngineConfig:
     enable_prefix_caching: bool = setting(True, "share the KV blocks of equal prompt beginnings")
     device: str = setting("auto", "where to run", choices=DEVICE_CHOICES)
     kernels: str = setting("auto", "which kernels to take", choices=KERNEL_CHOICES)
+    cuda_graphs: str = setting(
+        "auto", "replay steps that decode and verify from recordings (auto: on a GPU, where the kernels allow it)", choices=GRAPH_CHOICES
+    )
     threads: int | None = setting(None, "CPU threads (default: the cores this process may use)", low=1, high=1024)
     deterministic: bool = setting(False, "batch-invariant arithmetic: the same bytes whatever the batch, order or pool size")
     seed: int = setting(0, "job seed of the random streams of lines without a seed", low=0, high=2**64 - 1)

@@ -78,7 +78,7 @@ def test_a_step_is_one_copy() -> None:
     with Copies() as copies:
         batch = build_forward_batch(plan(), 4, "meta")
     assert len(copies.sizes) == 1
-    parts = [batch.token_ids, batch.rope_lengths, batch.sample_rows, batch.slots_before, batch.fed_tokens, batch.source_rows, *batch.copies]
+    parts = [batch.token_ids, batch.rope_lengths, batch.sample_rows, batch.slots_before, batch.source_rows, *batch.copies]
     attention = batch.attention
     parts += [attention.query_start, attention.context_lens, attention.block_tables, attention.slot_mapping, attention.positions]
     parts += [attention.tree.visible, attention.tree.start]
@@ -89,7 +89,7 @@ def test_a_step_is_one_copy() -> None:
 
 def test_both_ways_lay_out_the_same_batch() -> None:
     there, here = build_forward_batch(plan(), 4, "cpu:0"), build_forward_batch(plan(), 4, "cpu")
-    for name in ("token_ids", "rope_lengths", "sample_rows", "slots_before", "fed_tokens", "source_rows"):
+    for name in ("token_ids", "rope_lengths", "sample_rows", "slots_before", "source_rows"):
         assert torch.equal(getattr(there, name), getattr(here, name)), name
     for name in ("query_start", "context_lens", "block_tables", "slot_mapping", "positions"):
         assert torch.equal(getattr(there.attention, name), getattr(here.attention, name)), name
@@ -99,7 +99,7 @@ def test_both_ways_lay_out_the_same_batch() -> None:
 
 def test_a_token_that_is_still_to_be_drawn_is_named_by_its_row() -> None:
     batch = build_forward_batch(plan(), 4, "cpu")
-    assert batch.fed_tokens.tolist() == [4] and batch.source_rows.tolist() == [3]
+    assert batch.source_rows.tolist() == [-1, -1, -1, -1, 3, -1, -1, -1, -1]
     assert batch.token_ids[4] == 0 and batch.attention.positions[4] == 5
     assert batch.sample_rows.tolist()[0] == 4, "it is computed like any other token, and the next one is drawn"
 
