@@ -92,7 +92,7 @@ def quantize(
     """Quantize an engine, or any checkpoint that `convert` reads. dtype: of what stays dense.
 
     head_scheme: of the output head, which stays dense without; one that is the embedding gets a copy of its own.
-    calibrated: how the model is shown its samples, for the methods that look at them; gate: what the result is measured on and held to.
+    calibrated: how the model is shown its samples, which every method then looks at; gate: what the result is measured on and held to.
     Raises as `convert`, `plan_quantization`, `load_samples` and `Gate.check` do.
     """
     check_target(Path(engine_dir), force)
@@ -101,12 +101,13 @@ def quantize(
     if head_scheme is not None:
         model, rules = with_own_head(model), (*rules, (HEAD_MODULE, head_scheme))
     plan = plan_quantization(model, QuantRequest(scheme, method, group_size, ignore, rules, solver, kv_cache_dtype, target_bpw, fp8_inputs))
-    if plan.looks_at_text and calibrated is None:
+    plan.has_text = calibrated is not None
+    if plan.needs_text and calibrated is None:
         others = "--kv-cache-dtype" if kv_cache_dtype else "--target-bpw" if target_bpw else "--fp8-inputs static"
         what = f"--method {method}" if method in CALIBRATED_METHODS else others
         raise UsageError(f"{what} looks at text", "type --calibration FILE with a .txt, or the job's own .jsonl")
     job = _Job(model, Path(engine_dir), force, audit, progress, plan, gate)
-    if calibrated is None or not plan.looks_at_text:
+    if calibrated is None:
         return _write(job, lambda writer: quantized_tensors(model, plan), plan.names(model))
     with calibrated.open(model, plan, Path(engine_dir)) as run:
         result = _write(job, run.tensors, run.names())
@@ -142,7 +143,7 @@ def _write(job: _Job, tensors: Tensors, names: list[str]) -> Result:
         generation = model.reader.generation_config()
         if generation is not None:
             writer.add_json("generation_config.json", generation)
-        with nullcontext() if plan is not None and plan.looks_at_text else one_torch_thread():
+        with nullcontext() if plan is not None and plan.has_text else one_torch_thread():
             sizes = dense_bytes(model)
             total, done = sum(sizes.values()), 0
             for name, tensor in chain(tensors(writer), carried.tensors()):

@@ -19,9 +19,17 @@ if TYPE_CHECKING:
     from dspark.converters.quantizers.base import QuantizedWeight, SolverOptions
 
 ALLOWED_GROUP_SIZES = (*GROUP_SIZES, -1)
-METHODS = {"wna16": ("rtn", "gptq", "awq"), "int8": ("rtn", "gptq", "smoothquant"), "fp8": ("rtn",)}
+METHODS = {
+    "wna16": ("rtn", "gptq", "awq", "awq-gptq"),
+    "int8": ("rtn", "gptq", "smoothquant", "smoothquant-gptq"),
+    "fp8": ("rtn", "gptq"),
+}
 """storage -> the methods that choose its codes"""
-CALIBRATED_METHODS = ("gptq", "awq", "smoothquant")
+SCALED_BY = {"awq": "awq", "awq-gptq": "awq", "smoothquant": "smoothquant", "smoothquant-gptq": "smoothquant"}
+"""method -> how it scales the inputs of linears before any code is chosen; methods that do not are not here"""
+SOLVED_IN_ORDER = ("gptq", "awq-gptq", "smoothquant-gptq")
+"""Methods by which each stage of a layer sees its inputs with the stages before already quantized."""
+CALIBRATED_METHODS = tuple(dict.fromkeys((*SOLVED_IN_ORDER, *SCALED_BY)))
 HEAD_MODULE = "lm_head"
 DENSE = "dense"
 """What a rule says instead of a scheme for layers that stay as they are."""
@@ -51,7 +59,8 @@ class QuantRequest:
 class QuantPlan:
     """A checked decision. layers: module -> (outputs, inputs) of every layer that is quantized.
 
-    report, notes: filled as layers are done. calibration: the record of what the quantizer was shown.
+    report, notes: filled as layers are done. calibration: the record of what the quantizer was shown; held_out: samples of the same file
+    that it was not. has_text: there are samples, so that rounding to nearest looks at them too.
     """
 
     config: QuantConfig
@@ -62,11 +71,13 @@ class QuantPlan:
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     calibration: dict[str, Any] | None = None
+    held_out: list[list[int]] = field(default_factory=list)
+    has_text: bool = False
     kv_cache: KVCacheConfig | None = None
     target_bpw: float | None = None
 
     @property
-    def looks_at_text(self) -> bool:
+    def needs_text(self) -> bool:
         """Whether samples have to be taken through the model."""
         return self.method in CALIBRATED_METHODS or self.kv_cache is not None or self.target_bpw is not None or self.static_inputs
 
@@ -131,7 +142,7 @@ def plan_quantization(model: MappedModel, request: QuantRequest) -> QuantPlan:
     if not layers:
         raise UsageError("--ignore leaves no layer to quantize", "use fewer patterns")
     size, note = _group_sizes(request, base, {module: scheme for module, scheme in chosen.items() if scheme is not None}, layers)
-    method = {storage: request.method if request.method in METHODS[storage] else "rtn" for storage in METHODS}
+    method = {storage: _method_for(storage, request.method) for storage in METHODS}
     schemes = {}
     for module in layers:
         scheme = chosen[module]
@@ -140,13 +151,13 @@ def plan_quantization(model: MappedModel, request: QuantRequest) -> QuantPlan:
         schemes[module] = replace(grouped, method="rtn" if module == HEAD_MODULE else method[scheme.storage])
         if schemes[module].storage == "fp8":
             schemes[module] = replace(schemes[module], inputs=request.fp8_inputs)
-        if schemes[module].method == "gptq":
+        if schemes[module].method in SOLVED_IN_ORDER:
             schemes[module] = stored_scheme(schemes[module], solver)
     check_packing(schemes, layers)
     plain = not request.rules
     config = replace(ignored, scheme=next(iter(schemes.values()))) if plain else QuantConfig.of_modules(schemes)
-    if solver.gptaq_alpha is not None and (request.method != "gptq" or model.config.num_experts):
-        raise UsageError("--gptaq corrects GPTQ on models without experts", "leave --gptaq out")
+    if solver.gptaq_alpha is not None and (request.method != "gptq" or base.storage == "fp8" or model.config.num_experts):
+        raise UsageError("--gptaq corrects GPTQ's integer codes on models without experts", "leave --gptaq out")
     kv_cache = kv_cache_config(request.kv_cache_dtype) if request.kv_cache_dtype else None
     if request.target_bpw is not None and (request.rules or base.storage != "wna16" or not solver.static_groups):
         raise UsageError("--target-bpw chooses bits by itself", "leave --rule and --no-static-groups out, and take a w*a16 scheme")
@@ -161,6 +172,13 @@ def check_method(method: str, scheme: QuantScheme) -> None:
     allowed = METHODS[scheme.storage]
     if method not in allowed:
         raise UsageError(f"--method {method} does not make {scheme.name}, allowed for it: {', '.join(allowed)}")
+
+
+def _method_for(storage: str, method: str) -> str:
+    """What chooses the codes of a storage in a run of a method that may not make it: the nearest one that does."""
+    if method in METHODS[storage]:
+        return method
+    return "gptq" if method in SOLVED_IN_ORDER and "gptq" in METHODS[storage] else "rtn"
 
 
 def check_patterns(flag: str, patterns: tuple[str, ...], modules: dict[str, tuple[int, int]]) -> None:

@@ -174,6 +174,7 @@ def check_limits(engine: Subject, evaluations: list[Evaluation]) -> None:
     """Raise QualityError for the first file on which a limit is broken."""
     from dspark.converters.mapping import linear_modules
     from dspark.converters.quality.gate import check
+    from dspark.converters.quality.remedy import Asked
     from dspark.runtime.spec.quant import default_group_size
 
     assert engine.manifest is not None
@@ -181,7 +182,7 @@ def check_limits(engine: Subject, evaluations: list[Evaluation]) -> None:
     for evaluation in evaluations:
         if evaluation.comparison is not None:
             layers = engine.manifest.quality.get("layers", {})
-            check(evaluation.comparison, evaluation.limits, engine.manifest.quant, layers, group, outcome="")
+            check(evaluation.comparison, evaluation.limits, engine.manifest.quant, layers, Asked(group), outcome="")
 
 
 def check_report_path(options: EvalOptions) -> Path | None:

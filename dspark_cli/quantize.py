@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dspark.converters.pipeline import Result
     from dspark.converters.quantizers.base import SolverOptions
 
-METHODS = ("rtn", "gptq", "awq", "smoothquant")
+METHODS = ("rtn", "gptq", "awq", "awq-gptq", "smoothquant", "smoothquant-gptq")
 ACTIVATIONS = ("memory", "disk")
 FP8_INPUTS = ("dynamic", "static")
 
@@ -37,7 +37,7 @@ class QuantizeOptions:
     source: Path = argument("engine directory, or any checkpoint that convert reads")
     engine: Path = argument("engine directory to write")
     scheme: str | None = flag(None, "how weights are stored; required", choices=tuple(PRESETS))
-    method: str = flag("rtn", "how codes are chosen; all but rtn need --calibration", choices=METHODS)
+    method: str = flag("rtn", "how codes are chosen; all but rtn need --calibration, rtn is better with it", choices=METHODS)
     group_size: int | None = flag(
         None,
         "inputs that share one step; -1: a whole row (default: 8 bit -1, fewer the largest of 128, 64, 32 that divides every layer)",
@@ -145,6 +145,7 @@ def gate_of(options: QuantizeOptions) -> Gate | None:
     """What the result is measured on. Raises UsageError for limits without a text to measure on."""
     from dspark.converters.gate import Gate
     from dspark.converters.quality.gate import QualityLimits
+    from dspark.converters.quality.remedy import Asked
 
     limits = QualityLimits(options.max_kl, options.max_ppl_increase)
     file = options.eval or (options.calibration if limits else None)
@@ -152,8 +153,15 @@ def gate_of(options: QuantizeOptions) -> Gate | None:
         if limits:
             raise UsageError("--max-kl and --max-ppl-increase need a text to measure on", "type --eval FILE with a .txt or .jsonl")
         return None
-    rules, calibration = tuple(map(str, options.rule)), str(options.calibration or file)
-    return Gate(file, limits, rules=rules, calibration=calibration)
+    asked = Asked(
+        rules=tuple(map(str, options.rule)),
+        ignore=options.ignore,
+        head_scheme=options.head_scheme,
+        target_bpw=options.target_bpw,
+        kv_cache_dtype=options.kv_cache_dtype,
+        calibration=str(options.calibration or file),
+    )
+    return Gate(file, limits, calibrated_on=file == options.calibration, asked=asked)
 
 
 class LayerBar:

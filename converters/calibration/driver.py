@@ -13,7 +13,7 @@ from dspark.converters.calibration.samples import CalibrationSet
 from dspark.converters.calibration.work import WorkDirectory
 from dspark.converters.mapped_weights import MappedWeights
 from dspark.converters.mapping import EMBEDDING, MappedModel
-from dspark.converters.quantize import QuantPlan, stored_tensors
+from dspark.converters.quantize import SCALED_BY, SOLVED_IN_ORDER, QuantPlan, stored_tensors
 from dspark.converters.quantizers.kv_cache import KVObserver
 from dspark.kernels.ops import Kernels
 from dspark.runtime.execution.layer_walk import LayerWalk, WalkLayer, build_walk_layer
@@ -71,7 +71,7 @@ class CalibratedQuantization:
             self._walk.residual = self._allocate(*self._walk.residual.shape)
         self._quantizer = LayerQuantizer(config, plan, self._kernels)
         self._full: LayerWalk | None = None
-        if plan.method == "gptq" and plan.solver is not None and plan.solver.gptaq_alpha is not None:
+        if plan.solver is not None and plan.solver.gptaq_alpha is not None:
             self._full = LayerWalk(config, calibration.samples, self._kernels)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,7 +98,9 @@ class CalibratedQuantization:
             return result
         observer = KVObserver(self._kernels) if self._plan.kv_cache is not None else None
         full = LayerPass(self._full, self._built(index, state), self._allocate) if self._full is not None else None
-        result = self._quantizer.run(LayerPass(self._walk, self._built(index, state), self._allocate, observer), state, full)
+        repeats = self._plan.method in SCALED_BY and self._plan.method in SOLVED_IN_ORDER
+        layer_pass = LayerPass(self._walk, self._built(index, state), self._allocate, observer, repeats)
+        result = self._quantizer.run(layer_pass, state, full)
         if observer is not None and self._plan.kv_cache is not None:
             if result.value_scales is not None and observer.v_absmax is not None:
                 observer.v_absmax = observer.v_absmax / result.value_scales.view_as(observer.v_absmax)

@@ -51,16 +51,27 @@ class LayerPass:
     """The stages of one layer, to be gone through in the order of STAGES, then `finish`.
 
     walk: its residual stream holds the layer's input and, after `finish`, its result. observe_kv: shown the keys and values of each batch.
+    repeats: the stages are gone through twice, with a `restart` in between; the layer's input is kept for it.
     """
 
-    def __init__(self, walk: LayerWalk, built: WalkLayer, allocate: Allocate, observe_kv: KVObserver | None = None) -> None:
+    def __init__(
+        self, walk: LayerWalk, built: WalkLayer, allocate: Allocate, observe_kv: KVObserver | None = None, repeats: bool = False
+    ) -> None:
         self.walk, self.built = walk, built
+        self._input = allocate(walk.num_tokens, walk.config.hidden_size).copy_(walk.residual) if repeats else None
         self.slots = layer_slots(built)
         self._observe_kv = observe_kv
         facts, config = walk.kernels.facts, walk.config
         self._heads = allocate(walk.num_tokens, config.num_heads * config.head_dim)
         self._mlp_input = allocate(walk.num_tokens, config.hidden_size)
         self._empty = torch.empty(0, dtype=facts.dtype, device=facts.device)
+
+    def restart(self, built: WalkLayer) -> None:
+        """Begin anew with another form of the same layer. Its keys and values are not shown again."""
+        assert self._input is not None
+        self.walk.residual.copy_(self._input)
+        self.built, self.slots = built, layer_slots(built)
+        self._input = self._observe_kv = None
 
     def inputs(self, stage: str) -> Iterator[list[tuple[Slot, torch.Tensor]]]:
         """For each batch, the slots of the stage and what each reads [n, K]; an expert that no token of a batch goes to is absent."""

@@ -1,9 +1,11 @@
 """What happens to one layer: its linears are observed, scaled where the method says so, and solved.
 
-gptq        stage by stage: what a stage reads is computed with the stages before it already quantized (Frantar et al. 2022)
-awq         all stages are observed as they are; the best scales are moved into the operations before, then codes are chosen
-smoothquant the same with SmoothQuant's scales
-rtn         codes are chosen without looking at inputs; the layer runs only for what else is calibrated (the KV cache)
+gptq              stage by stage: what a stage reads is computed with the stages before it already quantized (Frantar et al. 2022)
+awq               all stages are observed as they are; the best scales are moved into the operations before, then codes are chosen
+smoothquant       the same with SmoothQuant's scales
+awq-gptq,
+smoothquant-gptq  scales as above; then the scaled layer is gone through again, stage by stage as gptq does
+rtn               as gptq, but every weight is rounded to nearest: the inputs weight the search for the clipping
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 
 from dspark.converters.calibration.layer_pass import STAGES, LayerPass, Slot
 from dspark.converters.calibration.scale_layer import ScaledLayer, scale_layer
-from dspark.converters.quantize import QuantPlan, finite_weight, layer_entry
+from dspark.converters.quantize import SCALED_BY, SOLVED_IN_ORDER, QuantPlan, finite_weight, layer_entry
 from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, quantizer
 from dspark.converters.quantizers.statistics import LayerStatistics, StatisticsAccumulator
 from dspark.kernels.ops import Kernels
@@ -26,7 +28,6 @@ from dspark.runtime.layers.linear import build_weight, load_linear
 from dspark.runtime.spec.errors import InputError
 from dspark.runtime.spec.model_config import ModelConfig
 
-SCALING_METHODS = ("awq", "smoothquant")
 Observed = dict[str, LayerStatistics]
 """module -> statistics of its inputs; modules that read one input share one object"""
 
@@ -56,19 +57,45 @@ class LayerQuantizer:
         full: a pass of the layer as it is, over the stream of the model as it is, whose inputs GPTAQ compares with. Both passes are
         finished when this returns: their walks hold the layer's results.
         """
-        if self._plan.method in SCALING_METHODS:
-            return self._scaled(layer_pass, state)
+        if self._plan.method not in SCALED_BY:
+            return self._staged(layer_pass, state, state, full)
+        scaled = self._scaled(layer_pass, state)
+        if self._plan.method in SOLVED_IN_ORDER:
+            stored = {name: tensor.to(self._dtype) for name, tensor in scaled.tensors.items()}
+            layer_pass.restart(self._build(layer_pass.built.index, stored))
+            result = self._staged(layer_pass, scaled.tensors, stored)
+        else:
+            layer_pass.finish()
+            result = LayerResult({})
+            for slot in layer_pass.slots:
+                self._solve(slot.modules, scaled.tensors, scaled.observed, result)
+        for module, note in scaled.notes.items():
+            if module in result.report:
+                result.report[module]["scaling"] = note
+        result.value_scales = scaled.value_scales
+        return self._with_dense(result, scaled.tensors)
+
+    def _staged(
+        self, layer_pass: LayerPass, state: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], full: LayerPass | None = None
+    ) -> LayerResult:
+        """stored: the state as the engine has what is not quantized."""
         result = LayerResult({})
         for stage in STAGES:
             slots = [slot for slot in layer_pass.slots if slot.stage == stage]
-            looks = self._plan.method == "gptq" or self._plan.static_inputs
-            observed = self.observe(layer_pass, stage, full) if looks else self._pass_through(layer_pass, stage)
+            observed = self.observe(layer_pass, stage, full)
             for slot in slots:
-                self._install(slot, self._solve(slot.modules, state, observed, result), state)
+                self._install(slot, self._solve(slot.modules, state, observed, result), stored)
         layer_pass.finish()
         if full is not None:
             full.finish()
         return self._with_dense(result, state)
+
+    def _scaled(self, layer_pass: LayerPass, state: dict[str, torch.Tensor]) -> ScaledLayer:
+        observed: Observed = {}
+        for stage in STAGES:
+            observed |= self.observe(layer_pass, stage)
+        by, index = SCALED_BY[self._plan.method], layer_pass.built.index
+        return scale_layer(by, self._model, index, state, observed, self._plan.config, self._dtype)
 
     def observe(self, layer_pass: LayerPass, stage: str, full: LayerPass | None = None) -> Observed:
         """Statistics of what each module of a stage reads, beside its inputs in `full`. Raises InputError when an input is not finite."""
@@ -88,28 +115,6 @@ class LayerQuantizer:
         for key, accumulator in sums.items():
             observed |= dict.fromkeys(slots[key].modules, accumulator.finish())
         return observed
-
-    def _pass_through(self, layer_pass: LayerPass, stage: str) -> Observed:
-        for _ in layer_pass.inputs(stage):
-            pass
-        return {}
-
-    def _scaled(self, layer_pass: LayerPass, state: dict[str, torch.Tensor]) -> LayerResult:
-        observed: Observed = {}
-        for stage in STAGES:
-            observed |= self.observe(layer_pass, stage)
-        layer_pass.finish()
-        scaled = scale_layer(self._plan.method, self._model, layer_pass.built.index, state, observed, self._plan.config, self._dtype)
-        result = LayerResult({}, value_scales=scaled.value_scales)
-        for slot in layer_pass.slots:
-            self._solve(slot.modules, scaled.tensors, scaled.observed, result)
-        self._note_scaling(result, scaled)
-        return self._with_dense(result, scaled.tensors)
-
-    def _note_scaling(self, result: LayerResult, scaled: ScaledLayer) -> None:
-        for module, note in scaled.notes.items():
-            if module in result.report:
-                result.report[module]["scaling"] = note
 
     def _solve(
         self, modules: Iterable[str], state: dict[str, torch.Tensor], observed: Observed, result: LayerResult
@@ -136,11 +141,15 @@ class LayerQuantizer:
     def rebuild(self, index: int, result: LayerResult, state: dict[str, torch.Tensor]) -> WalkLayer:
         """The layer that a run goes on with after `run` has given this result: quantized weights where it installed them."""
         tensors = dict(state)
-        if self._plan.method not in SCALING_METHODS:
+        if self._plan.method in SOLVED_IN_ORDER or self._plan.method not in SCALED_BY:
+            tensors |= {name: tensor for name, tensor in result.tensors.items() if name in state}  # norms are scaled
             for module in result.report:
                 scheme = self._plan.scheme_for(module)
                 parts = {leaf: result.tensors[f"{module}.{leaf}"] for leaf in scheme.leaves()}
                 tensors[f"{module}.weight"] = build_weight(module, scheme, parts).dense(self._kernels.facts.dtype)
+        return self._build(index, tensors)
+
+    def _build(self, index: int, tensors: dict[str, torch.Tensor]) -> WalkLayer:
         return build_walk_layer(self._model, index, None, DictWeights(tensors, self._kernels), self._kernels)
 
     def _with_dense(self, result: LayerResult, state: dict[str, torch.Tensor]) -> LayerResult:

@@ -64,7 +64,7 @@ class OpenRun(AbstractContextManager["OpenRun"]):
         """Read the samples with the engine's own tokenizer, then quantize layer by layer."""
         self.calibration = load_samples(self._request.samples, load_codec(writer.directory), self._model.config, self._answer)
         self._plan.notes += self.calibration.notes
-        self._plan.calibration = self.calibration.record()
+        self._plan.calibration, self._plan.held_out = self.calibration.record(), self.calibration.held_out
         if self._plan.target_bpw is not None:
             kernels = self._request.walk.kernels(self._model.config)
             spend_bits(self._model, self._plan, self.calibration.samples, kernels, self._plan.target_bpw)

@@ -40,7 +40,9 @@ def scale_layer(
     quant: QuantConfig,
     dtype: torch.dtype,
 ) -> ScaledLayer:
-    """Scale one layer's groups in order of use. state: its tensors by name; dtype: of its norms in the engine. Nothing given is changed.
+    """Scale one layer's groups in order of use. method: one of GROUPS. state: its tensors by name; dtype: of its norms in the engine.
+
+    Nothing given is changed.
 
     A group none of whose linears is quantized, or that no token reached, is left alone.
     """

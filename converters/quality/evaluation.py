@@ -71,6 +71,7 @@ class Evaluation:
     def lines(self) -> list[str]:
         """For a terminal."""
         lines = [f"{self.tokens.kind:<12} {self.tokens.path.name}: {self.tokens.describe()}, {self.scores.num_tokens} tokens scored"]
+        lines += [f"{'note':<12} {note}" for note in self.tokens.notes]
         comparison = self.comparison
         if comparison is None:
             return [*lines, f"{'perplexity':<12} {self.scores.perplexity:.4f}"]

@@ -52,17 +52,14 @@ def check(
     limits: QualityLimits,
     quant: QuantConfig | None,
     layers: LayersReport,
-    default_group_size: int = -1,
+    asked: Asked | None = None,
     outcome: str = "nothing was published",
-    rules: tuple[str, ...] = (),
-    calibration: str = "FILE",
 ) -> None:
     """Raise QualityError (exit code 6) when a limit is broken.
 
     Its line has the measured value and the limit, the worst layers, and the flags of `dspark quantize` that are likely to stay within it.
-    quant and layers: of the candidate, as its manifest has them. default_group_size: what `dspark quantize` takes for 4 bits on this model.
-    outcome: what came of the candidate, said before the remedy ("" for nothing to say). rules (PATTERN=SCHEME) and calibration (a file):
-    what the user typed, to be typed again.
+    quant and layers: of the candidate, as its manifest has them. asked: what the user typed, to be typed again.
+    outcome: what came of the candidate, said before the remedy ("" for nothing to say).
     """
     broken = violations(comparison, limits)
     if not broken:
@@ -71,9 +68,9 @@ def check(
     message = f"quality gate: {'; '.join(v.shown for v in broken)}"
     if worst := worst_words(rows):
         message += f"; {worst}"
-    asked = Asked(default_group_size, rules)
+    asked = asked or Asked()
     remedy = find_remedy(quant.scheme if quant else None, rows, asked, max(excess(v) for v in broken))
-    advice = f"quantize again with: {remedy.flags(calibration)}" if remedy else raised_limits(broken)
+    advice = f"quantize again with: {remedy.flags(asked)}" if remedy else raised_limits(broken)
     raise QualityError(message, f"{outcome}; {advice}" if outcome else advice)
 
 

@@ -12,9 +12,11 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from dspark.converters.quality.layers import LayerRow, worst_first
-from dspark.runtime.spec.quant import QuantScheme
+from dspark.converters.quantize import CALIBRATED_METHODS
+from dspark.runtime.spec.quant import QuantScheme, preset
 
 MARGIN = 1.5
 """A choice is proposed when its estimated loss is this many times below the limit."""
@@ -32,8 +34,11 @@ GPTQ_POWER = 0.7
 SMOOTHQUANT_POWER, W8A16_AFTER_W8A8, W8A16_AFTER_FP8 = 0.5, 0.3, 0.1
 """The same for 8-bit schemes, relative to the scheme that they replace."""
 
-CALIBRATED_METHODS = ("gptq", "awq", "smoothquant")
-"""Methods that look at text, so that their flags need --calibration."""
+BEST_HEAD = "w8a16"
+"""What an output head is proposed in whose scheme has fewer bits."""
+
+MOST_BITS = 7.0
+"""Bits per weight beyond which 8 for all are proposed."""
 
 MOST_RULES = 4
 """Patterns for single layers that a command line may still hold."""
@@ -45,11 +50,17 @@ _LAYER = re.compile(r"(model\.layers\.\d+)\..+")
 class Asked:
     """What the user asked `dspark quantize` for, as far as the engine's scheme does not say it.
 
-    default_group_size: what it takes for 4 bits on this model. rules: PATTERN=SCHEME.
+    default_group_size: what it takes for 4 bits on this model. rules: PATTERN=SCHEME. The others are flags; calibration: the file of that
+    flag, for what needs one.
     """
 
     default_group_size: int = -1
     rules: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    head_scheme: str | None = None
+    target_bpw: float | None = None
+    kv_cache_dtype: str | None = None
+    calibration: str = "FILE"
 
 
 @dataclass(frozen=True)
@@ -60,19 +71,26 @@ class Remedy:
     group_size: int | None = None
     method: str | None = None
     rules: tuple[str, ...] = ()
+    target_bpw: float | None = None
 
-    def flags(self, calibration: str = "FILE") -> str:
-        """As they are typed into a shell. calibration: the file of that flag, for methods that need one."""
-        words = ["--scheme", self.scheme]
-        if self.group_size is not None:
-            words += ["--group-size", str(self.group_size)]
-        if self.method is not None:
-            words += ["--method", self.method]
-        if self.method in CALIBRATED_METHODS:
-            words += ["--calibration", calibration]
-        for rule in self.rules:
-            words += ["--rule", rule]
-        return shlex.join(words)
+    def flags(self, asked: Asked) -> str:
+        """As they are typed into a shell, with those of the user's that still hold. A head of fewer than 8 bits gets 8: its error is in the
+        logits, and no layer after it makes up for any."""
+        head = None if asked.head_scheme is None else preset(asked.head_scheme)
+        reads = self.method in CALIBRATED_METHODS or self.target_bpw is not None or asked.kv_cache_dtype is not None
+        flags: list[tuple[str, str | float | None]] = [
+            ("--scheme", self.scheme),
+            ("--group-size", self.group_size),
+            ("--method", self.method),
+            ("--target-bpw", self.target_bpw),
+            ("--head-scheme", None if head is None else BEST_HEAD if head.weight_bits < 8 else head.name),
+            ("--kv-cache-dtype", asked.kv_cache_dtype),
+            ("--calibration", asked.calibration if reads else None),
+            *(("--ignore", pattern) for pattern in asked.ignore),
+            *(("--rule", rule) for rule in self.rules),
+        ]
+        typed = [(flag, value if isinstance(value, str) else f"{value:g}") for flag, value in flags if value is not None]
+        return shlex.join(chain.from_iterable(typed))
 
 
 def find_remedy(scheme: QuantScheme | None, rows: list[LayerRow], asked: Asked, excess: float) -> Remedy | None:
@@ -82,8 +100,26 @@ def find_remedy(scheme: QuantScheme | None, rows: list[LayerRow], asked: Asked, 
     """
     if scheme is None:
         return None
+    if asked.target_bpw is not None:
+        return _more_bits(scheme, rows, asked, excess * MARGIN)
     rungs = list(_eight_bits(scheme, asked) if scheme.weight_bits >= 8 else _fewer_bits(scheme, rows, asked))
+    if not rungs and asked.head_scheme is not None and preset(asked.head_scheme).weight_bits < 8:
+        return Remedy(scheme.name, scheme.group_size)
     return next((remedy for remedy, power in rungs if power * excess * MARGIN <= 1.0), rungs[-1][0] if rungs else None)
+
+
+def _more_bits(scheme: QuantScheme, rows: list[LayerRow], asked: Asked, factor: float) -> Remedy:
+    """What makes the power of the error `factor` times smaller where --target-bpw chose the bits: more to spend, then 8 bits everywhere."""
+    assert asked.target_bpw is not None
+    method = scheme.method if scheme.method in CALIBRATED_METHODS else "gptq"
+    if method != scheme.method:
+        factor *= GPTQ_POWER
+    few_bits = next((row.scheme for row in rows if row.scheme is not None and row.scheme.weight_bits < 8), scheme)
+    wanted = asked.target_bpw + max(0.0, math.log(factor) / -math.log(BIT_POWER)) if math.isfinite(factor) else math.inf
+    if wanted > MOST_BITS:
+        return Remedy("w8a16")
+    group = None if few_bits.group_size in (-1, asked.default_group_size) else few_bits.group_size
+    return Remedy("w4a16" if scheme.symmetric else "w4a16-asym", group, method, target_bpw=math.ceil(10 * wanted) / 10)
 
 
 def _eight_bits(scheme: QuantScheme, asked: Asked) -> Iterator[tuple[Remedy, float]]:

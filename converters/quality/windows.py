@@ -34,7 +34,10 @@ CHARACTERS_PER_TOKEN = 8
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Samples out of one file. kind: "text" or "prompts". xxh3: of the file's bytes. notes: what of the file is not in the samples."""
+    """Samples out of one file. kind: "text", "prompts" or "held-out" (see `held_out_samples`). xxh3: of the file's bytes.
+
+    notes: what the user should know of the choice.
+    """
 
     path: Path
     kind: str
@@ -52,6 +55,8 @@ class TokenSet:
         count = len(self.samples)
         if self.kind == "text":
             return f"{count} {'window' if count == 1 else 'windows'} of {self.context_length} tokens"
+        if self.kind == "held-out":
+            return f"{count} {'sample' if count == 1 else 'samples'} that the quantizer was not shown"
         return f"{count} {'line' if count == 1 else 'lines'} of up to {self.context_length} tokens"
 
 
@@ -128,6 +133,18 @@ def line_samples(path: Path, codec: TextCodec, config: ModelConfig, context_leng
     if refused:
         notes.append(f"{len(refused)} that cannot be served left out, the first is {refused[0]}")
     return TokenSet(path, "prompts", xxhash.xxh3_128_hexdigest(data), context_length, samples, tuple(notes))
+
+
+def held_out_samples(path: Path, samples: list[list[int]], context_length: int, max_tokens: int) -> TokenSet:
+    """Samples of a calibration file that the quantizer was not shown, as calibration reads them. max_tokens: of all together."""
+    taken: list[list[int]] = []
+    room = max_tokens
+    for sample in samples:
+        piece = sample[: min(context_length, room)]
+        if len(piece) > 1:
+            taken.append(piece)
+            room -= len(piece)
+    return TokenSet(path, "held-out", xxhash.xxh3_128_hexdigest(_read(path)), context_length, taken)
 
 
 def leading_tokens(codec: TextCodec) -> list[int]:

@@ -84,7 +84,9 @@ METHODS: dict[str, str] = {
     "rtn": "rtn:quantize_rtn",
     "gptq": "gptq:quantize_gptq",
     "awq": "awq:quantize_awq",
+    "awq-gptq": "gptq:quantize_gptq",
     "smoothquant": "rtn:quantize_rtn",
+    "smoothquant-gptq": "gptq:quantize_gptq",
 }
 """Method -> file and function; what scales weights first is not the solver's (see `calibration.scale_layer`).
 

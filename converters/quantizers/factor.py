@@ -19,7 +19,7 @@ from dspark.converters.quantizers.statistics import LayerStatistics
 
 DAMP_STEP = 0.01
 _MAX_FLOORS = 6
-_MAX_WIDE_INPUTS = 8192
+MAX_WIDE_INPUTS = 8192
 _FIRST_FLOOR = 1e-6
 
 
@@ -76,7 +76,7 @@ def _factorize(hessian: torch.Tensor, options: SolverOptions, dtype: torch.dtype
     if options.act_order:
         order = torch.argsort(-(filled if options.legacy else diagonal), stable=True)
     reverse = order.flip(0)
-    wide = torch.float64 if len(order) <= _MAX_WIDE_INPUTS else torch.float32
+    wide = torch.float64 if len(order) <= MAX_WIDE_INPUTS else torch.float32
     matrix = hessian.index_select(0, reverse).index_select(1, reverse).to(wide)
     result = _damped_cholesky(matrix, filled[reverse], options.damp)
     del matrix

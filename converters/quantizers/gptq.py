@@ -16,36 +16,49 @@ import torch
 
 from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, SolverOptions, stored_scheme
 from dspark.converters.quantizers.factor import HessianFactor, hessian_factor
+from dspark.converters.quantizers.fp8 import quantize_fp8
+from dspark.converters.quantizers.in_order import solve_in_order
 from dspark.converters.quantizers.integers import Codes, Problem, integer_problem, stored
 from dspark.converters.quantizers.loops import magic, solve_block
-from dspark.converters.quantizers.measure import decibels, energy, output_energy
+from dspark.converters.quantizers.measure import all_finite, decibels, energy, output_energy
+from dspark.converters.quantizers.rounded_inputs import rounded_inputs
 from dspark.converters.quantizers.rtn import quantize_rtn
 from dspark.converters.quantizers.statistics import LayerStatistics
 from dspark.converters.threads import map_slices
 from dspark.kernels.ops import Wna16Weight
-from dspark.runtime.spec.errors import UsageError
 from dspark.runtime.spec.quant import QuantScheme
 
 
 def quantize_gptq(
     weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics | None = None, options: SolverOptions = DEFAULTS
 ) -> QuantizedWeight:
-    """Canonical storage of a weight float32 [N, K] in an integer scheme.
+    """Canonical storage of a weight float32 [N, K] in any scheme.
 
     Without statistics of enough tokens, or when no damping makes their Hessian positive definite, the weight is rounded to nearest, and
-    the notes say so. Raises InputError for values that are not finite, ValueError for a group size that does not divide K, UsageError for
-    a scheme without integer codes.
+    the notes say so. Where the scheme rounds the inputs too, codes are chosen for the weight that suits rounded ones best, and the outputs'
+    error has that of the inputs in it. Raises InputError for values that are not finite, ValueError for groups that do not fit.
     """
-    if scheme.storage == "fp8":
-        raise UsageError(f"--method gptq chooses integer codes, {scheme.name} has none", "type --method rtn")
     if statistics is None or statistics.num_tokens < options.min_tokens:
         count = 0 if statistics is None else statistics.num_tokens
         reached = "no tokens" if count == 0 else f"only {count} tokens"
         return _fall_back(weight, scheme, statistics, options, f"{reached} reached this layer")
-    problem = integer_problem(weight.float(), scheme, options)
+    plain = options.legacy or options.gptaq_alpha is not None
+    rounded = None if plain or not all_finite(weight) else rounded_inputs(statistics, scheme)
+    if rounded is None:
+        return _quantize(weight, scheme, statistics, options)
+    weight = weight.float()
+    result = _quantize(rounded.best_weight(weight), scheme, rounded.statistics, options)
+    return replace(result, output_sqnr_db=rounded.output_decibels(result.weight.dense(torch.float32), weight))
+
+
+def _quantize(weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics, options: SolverOptions) -> QuantizedWeight:
+    """With inputs taken as they are."""
     factor = hessian_factor(statistics, options)
     if factor is None:
         return _fall_back(weight, scheme, None, options, "no damping makes the Hessian positive definite")
+    if scheme.storage == "fp8":
+        return quantize_fp8(weight, scheme, statistics, options, factor)
+    problem = integer_problem(weight.float(), scheme, options)
     solution = solve(problem, factor, options)
     difference = solution.values.sub_(problem.weight)
     noise = energy(difference)
@@ -136,17 +149,7 @@ class _Outputs:
 
     def run(self) -> None:
         """Choose all codes, block by block."""
-        upper, pull = self._factor.upper, self._factor.pull
-        for start in range(0, len(self.weight), self._options.block_columns):
-            stop = min(start + self._options.block_columns, len(self.weight))
-            if self.follows_order:
-                self._start_groups(start, stop)
-            errors = self._solve_block(start, stop)
-            self.loss += energy(errors) / 2
-            if stop < len(self.weight):
-                self.weight[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
-                if pull is not None:
-                    self.weight[stop:].addmm_(pull[start:stop, stop:].t(), self.weight[start:stop])
+        self.loss = solve_in_order(self.weight, self._factor, self._options.block_columns, self._solve_block)
 
     def _start_groups(self, start: int, stop: int) -> None:
         """Choose the steps of groups that begin in a block from the weights as they are before it: AutoGPTQ's way, and no worse."""
@@ -161,6 +164,8 @@ class _Outputs:
         self.scale[rows], self.zero[rows] = self._grid.steps(groups, importance.view(-1, self._group_size)[rows])
 
     def _solve_block(self, start: int, stop: int) -> torch.Tensor:
+        if self.follows_order:
+            self._start_groups(start, stop)
         block = self.weight[start:stop].numpy()
         upper = self._factor.upper[start:stop, start:stop].contiguous().numpy()
         pull = self._factor.pull

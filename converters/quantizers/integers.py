@@ -40,11 +40,16 @@ class Problem:
         return int(self.weight.shape[1])
 
     def slices(self) -> list[slice]:
-        """Ranges of outputs for the cores to share: what happens to an output depends on no other."""
-        most = max(_LANES, _MAX_SLICE_BYTES // (self.num_inputs * 4))
-        count = max(math.ceil(self.num_outputs / most), min(usable_cores(), math.ceil(self.num_outputs / _LANES)))
-        width = math.ceil(self.num_outputs / count / _LANES) * _LANES
-        return [slice(start, min(start + width, self.num_outputs)) for start in range(0, self.num_outputs, width)]
+        """Ranges of outputs for the cores to share."""
+        return output_slices(self.num_inputs, self.num_outputs)
+
+
+def output_slices(num_inputs: int, num_outputs: int) -> list[slice]:
+    """Ranges of outputs for the cores to share: what happens to an output depends on no other."""
+    most = max(_LANES, _MAX_SLICE_BYTES // (num_inputs * 4))
+    count = max(math.ceil(num_outputs / most), min(usable_cores(), math.ceil(num_outputs / _LANES)))
+    width = math.ceil(num_outputs / count / _LANES) * _LANES
+    return [slice(start, min(start + width, num_outputs)) for start in range(0, num_outputs, width)]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ make_cache_optional()
 
 LANES = 64
 """Outputs that are treated together: four vectors of 16, whose values stay in registers and the first-level cache."""
+FP8_SPLIT, FP8_FIXED, FP8_NORMAL, FP8_LARGEST = 2.0**20 + 1, 1.5 * 2.0**14, 2.0**-6, 448.0
+"""For float32: what leaves 4 significant bits, what leaves multiples of 2**-9; the smallest normal and the largest number."""
 _MAGIC = {np.dtype(np.float32): 1.5 * 2.0**23, np.dtype(np.float64): 1.5 * 2.0**52}
 
 
@@ -102,6 +104,33 @@ def solve_block(weight, upper, pull, group_of, scales, zeros, max_code, magic, c
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def solve_fp8_block(weight, upper, group_of, scales, errors):
+    """`solve_block` with float8 numbers (e4m3) times scales [G, R] in place of codes; rounding as in `fp8_errors`."""
+    num_inputs, num_rows = weight.shape
+    one, split, fixed = weight.dtype.type(1), weight.dtype.type(FP8_SPLIT), weight.dtype.type(FP8_FIXED)
+    smallest, largest = weight.dtype.type(FP8_NORMAL), weight.dtype.type(FP8_LARGEST)
+    for start in range(0, num_rows, LANES):
+        count = min(LANES, num_rows - start)
+        for i in range(num_inputs):
+            row, error = weight[i, start : start + count], errors[i, start : start + count]
+            scale, inverse = scales[group_of[i], start : start + count], one / upper[i, i]
+            for r in range(count):
+                number = row[r] / scale[r]
+                number = number if number > -largest else -largest
+                number = number if number < largest else largest
+                wide = number * split
+                normal = wide - (wide - number)
+                small = (number + fixed) - fixed
+                chosen = scale[r] * (normal if abs(number) >= smallest else small)
+                error[r] = (row[r] - chosen) * inverse
+                row[r] = chosen
+            for j in range(i + 1, num_inputs):
+                later, share = weight[j, start : start + count], upper[i, j]
+                for r in range(count):
+                    later[r] -= error[r] * share
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def fp8_errors(weight, importance, scales, rows, columns, errors):
     """errors float64 [P, blocks of outputs, blocks of inputs] += sums over each block of importance * (rounded - weight)**2.
 
@@ -110,7 +139,7 @@ def fp8_errors(weight, importance, scales, rows, columns, errors):
     """
     num_outputs, num_inputs = weight.shape
     sums = np.empty(LANES, np.float32)
-    split, fixed, smallest, largest = np.float32(2.0**20 + 1), np.float32(1.5 * 2.0**14), np.float32(2.0**-6), np.float32(448.0)
+    split, fixed, smallest, largest = np.float32(FP8_SPLIT), np.float32(FP8_FIXED), np.float32(FP8_NORMAL), np.float32(FP8_LARGEST)
     for p in range(len(scales)):
         for n in range(num_outputs):
             for block in range(scales.shape[2]):

@@ -6,11 +6,15 @@ is measured.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, SolverOptions
+from dspark.converters.quantizers.fp8 import quantize_fp8
 from dspark.converters.quantizers.integers import Codes, Problem, integer_problem, stored
 from dspark.converters.quantizers.measure import decibels, energy, output_energy
+from dspark.converters.quantizers.rounded_inputs import rounded_inputs
 from dspark.converters.quantizers.statistics import LayerStatistics
 from dspark.converters.threads import map_slices
 from dspark.kernels.quant_math import round_to_codes
@@ -20,13 +24,19 @@ from dspark.runtime.spec.quant import QuantScheme
 def quantize_rtn(
     weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics | None = None, options: SolverOptions = DEFAULTS
 ) -> QuantizedWeight:
-    """Canonical storage of a weight float32 [N, K] in any scheme.
+    """Canonical storage of a weight float32 [N, K] in any scheme. The outputs' error has that of inputs that the scheme rounds in it.
 
     Raises InputError for values that are not finite, ValueError for a group size that does not divide K.
     """
-    if scheme.storage == "fp8":
-        from dspark.converters.quantizers.fp8 import quantize_fp8
+    result = _quantize(weight, scheme, statistics, options)
+    rounded = None if statistics is None or options.legacy else rounded_inputs(statistics, scheme)
+    if rounded is None:
+        return result
+    return replace(result, output_sqnr_db=rounded.output_decibels(result.weight.dense(torch.float32), weight.float()))
 
+
+def _quantize(weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics | None, options: SolverOptions) -> QuantizedWeight:
+    if scheme.storage == "fp8":
         return quantize_fp8(weight, scheme, statistics, options)
     problem = integer_problem(weight.float(), scheme, options)
     known = statistics if statistics is not None and statistics.num_tokens > 0 else None

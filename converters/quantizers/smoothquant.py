@@ -8,20 +8,18 @@ K channels, N outputs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
 from dspark.converters.quantizers.statistics import LayerStatistics
-from dspark.kernels.quant_math import INT8_STEPS
+from dspark.kernels.quant_math import INT8_STEPS, quantize_tokens
 
 ALPHA = 0.5
 """The paper's own choice."""
 ALPHAS = tuple(step / 20 for step in range(6, 21))
 """What `best_alpha` tries: 0.3 to 1."""
 _SMALLEST = 1e-5
-_HALVINGS = 30
 
 
 def smooth_scales(statistics: LayerStatistics, weights: Sequence[torch.Tensor], alpha: float | None = None) -> tuple[torch.Tensor, float]:
@@ -50,38 +48,23 @@ def scales_for(max_abs: torch.Tensor, largest_weight: torch.Tensor, alpha: float
 
 
 def best_alpha(statistics: LayerStatistics, largest_weight: torch.Tensor, weights: Sequence[torch.Tensor]) -> float:
-    """The one of ALPHAS that loses least by `error_8_bit`; ALPHA where no channel was ever active."""
-    if not bool(statistics.max_abs.any()):
+    """The one of ALPHAS that loses least by `error_8_bit`; ALPHA where no channel was ever active, or no token was kept."""
+    tokens = statistics.tokens
+    if tokens is None or not bool(tokens.any()):
         return ALPHA
     energy = torch.stack([weight.square().sum(0) for weight in weights]).sum(0)
-    errors = [error_8_bit(statistics, scales_for(statistics.max_abs, largest_weight, alpha), weights, energy) for alpha in ALPHAS]
+    errors = [error_8_bit(tokens, scales_for(statistics.max_abs, largest_weight, alpha), weights, energy) for alpha in ALPHAS]
     return ALPHAS[min(range(len(errors)), key=errors.__getitem__)]
 
 
-def error_8_bit(statistics: LayerStatistics, scales: torch.Tensor, weights: Sequence[torch.Tensor], energy: torch.Tensor) -> float:
-    """Estimated squared error of all outputs for one token, with scaled inputs and weights rounded to 8 bits. energy [K]: of the weights,
-    the sum of squares.
+def error_8_bit(tokens: torch.Tensor, scales: torch.Tensor, weights: Sequence[torch.Tensor], energy: torch.Tensor) -> float:
+    """Estimated squared error of all outputs, a mean over tokens [S, K], with scaled tokens and weights rounded to 8 bits.
 
-    Rounding to a step is off by step ** 2 / 12 on average. The steps of the weights are known, those of tokens are not: they hang on each
-    token's own largest value, of which `largest_of_a_token` is a guess.
+    energy [K]: of the weights, the sum of squares. What the tokens are off by is known, what of it two channels have in common is left out;
+    rounding a weight to a step is off by step ** 2 / 12 on average.
     """
-    moments = statistics.hessian.diagonal() / 2 / scales.square()
-    weight_steps = sum(float((weight * scales).abs().amax(1).square().sum()) for weight in weights)
-    largest = largest_of_a_token(moments.sqrt(), statistics.max_abs / scales)
-    token_part = largest**2 * float((energy * scales.square()).sum())
-    return (weight_steps * float(moments.sum()) + token_part) / (12 * INT8_STEPS**2)
-
-
-def largest_of_a_token(rms: torch.Tensor, max_abs: torch.Tensor) -> float:
-    """A typical token's largest |x|, of channels with root mean squares rms [K] and largest values max_abs [K].
-
-    It is less than the largest value of all tokens, and more than that of Gaussian channels, since activations have heavy tails: the
-    geometric mean of both. (On SmolLM2-135M the alpha that follows loses 1 % more than the best one, and 0.5 twice as much.)
-    """
-    upper = float(max_abs.max())
-    low, high = 0.0, 8 * float(rms.max())
-    for _ in range(_HALVINGS):  # the value that one channel of a token exceeds on average
-        middle = (low + high) / 2
-        exceeding = float(torch.erfc(middle / (rms * math.sqrt(2))).sum())
-        low, high = (middle, high) if exceeding > 1 else (low, middle)
-    return math.sqrt(upper * min(high, upper))
+    scaled = tokens / scales
+    codes, steps = quantize_tokens(scaled)
+    token_part = float(((codes.float() * steps - scaled).square().mean(0) * energy * scales.square()).sum())
+    weight_steps = sum(float((weight * scales).abs().amax(1).square().sum()) for weight in weights) / INT8_STEPS**2
+    return token_part + weight_steps / 12 * float(scaled.square().mean(0).sum())

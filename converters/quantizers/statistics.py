@@ -22,6 +22,8 @@ CHUNK_TOKENS = 2048
 STRIPS = 3
 """Strips of rows of the upper triangle; more of them save arithmetic and make the products thinner."""
 MIN_STRIP_ROWS = 64
+SAMPLED_TOKENS = 512
+"""Tokens that are kept whole, at least, of as many or more; at most twice as many. Evenly spread."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +32,8 @@ class LayerStatistics:
 
     hessian float32 [K, K]: (2 / n) * sum x x^T over n tokens. mean_abs, max_abs float32 [K]: of |x|. num_tokens: n, 0 for an expert that no
     token reached (all else is then zero). cross float32 [K, K] or None: (2 / n) * sum (x_full - x) x^T, where x_full is the input in the
-    model that is not quantized; for GPTAQ. factors: solvers keep here what they derive from the Hessian, so that sharing the object shares
-    the work; nobody else looks into it.
+    model that is not quantized; for GPTAQ. tokens float32 [S, K]: some of the inputs, evenly spread. factors: solvers keep here what they
+    derive from the Hessian, so that sharing the object shares the work; nobody else looks into it.
     """
 
     hessian: torch.Tensor
@@ -39,6 +41,7 @@ class LayerStatistics:
     max_abs: torch.Tensor
     num_tokens: int
     cross: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
     factors: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -54,6 +57,7 @@ class LayerStatistics:
             self.max_abs / scale,
             self.num_tokens,
             None if self.cross is None else self.cross / pairs,
+            None if self.tokens is None else self.tokens / scale,
         )
 
     def merge(self, other: LayerStatistics) -> LayerStatistics:
@@ -65,12 +69,14 @@ class LayerStatistics:
             return replace(self, factors={})
         own, theirs = self.num_tokens / total, other.num_tokens / total
         cross = None if self.cross is None or other.cross is None else self.cross * own + other.cross * theirs
+        tokens = None if self.tokens is None or other.tokens is None else torch.cat([self.tokens, other.tokens])
         return LayerStatistics(
             self.hessian * own + other.hessian * theirs,
             self.mean_abs * own + other.mean_abs * theirs,
             torch.maximum(self.max_abs, other.max_abs),
             total,
             cross,
+            tokens,
         )
 
 
@@ -86,6 +92,8 @@ class StatisticsAccumulator:
         self._sum_abs = torch.zeros(num_inputs, dtype=torch.float64)
         self._max_abs = torch.zeros(num_inputs)
         self._wide = torch.empty(CHUNK_TOKENS, num_inputs)
+        self._kept = torch.empty(0, num_inputs)
+        self._stride = 1
 
     def add(self, x: torch.Tensor, full: torch.Tensor | None = None) -> None:
         """Add inputs [T, K] of any float dtype, on any device; padding must be left out.
@@ -103,7 +111,14 @@ class StatisticsAccumulator:
             for chunk, full_chunk in zip(x.split(CHUNK_TOKENS), pieces, strict=False):
                 wide = self._wide[: len(chunk)].copy_(chunk)
                 self._add_chunk(wide, None if full_chunk is None else full_chunk.to("cpu", torch.float32))
+        self._keep(x)
         self.num_tokens += len(x)
+
+    def _keep(self, x: torch.Tensor) -> None:
+        """Every stride-th token of all; of more than twice SAMPLED_TOKENS every second one goes on being kept."""
+        self._kept = torch.cat([self._kept, x[-self.num_tokens % self._stride :: self._stride].to("cpu", torch.float32)])
+        while len(self._kept) > 2 * SAMPLED_TOKENS:
+            self._kept, self._stride = self._kept[::2], 2 * self._stride
 
     def _add_chunk(self, chunk: torch.Tensor, full: torch.Tensor | None) -> None:
         sums = torch.zeros(self.num_inputs)
@@ -126,7 +141,8 @@ class StatisticsAccumulator:
         cross = None if self._cross is None else self._cross * (2 / count) - hessian
         if not bool(hessian.isfinite().all()) or (cross is not None and not bool(cross.isfinite().all())):
             raise InputError("the second moments of the activations are not finite", "the model's activations are too large to calibrate")
-        return LayerStatistics(hessian, (self._sum_abs / count).float(), self._max_abs.clone(), self.num_tokens, cross)
+        mean_abs = (self._sum_abs / count).float()
+        return LayerStatistics(hessian, mean_abs, self._max_abs.clone(), self.num_tokens, cross, self._kept.contiguous())
 
 
 @contextmanager

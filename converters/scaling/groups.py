@@ -80,8 +80,9 @@ def awq_groups(config: ModelConfig, layer_index: int) -> list[ScalingGroup]:
 
 
 def smoothquant_groups(config: ModelConfig, layer_index: int) -> list[ScalingGroup]:
-    """The groups that SmoothQuant scales: those behind a norm."""
-    return [group for group in scaling_groups(config, layer_index) if group.is_norm]
+    """The groups that SmoothQuant scales: all. (The paper has those behind a norm, but a gated block's inner channels are the ones with the
+    largest outliers, and the rows that are divided for them have steps of their own: nothing is lost there.)"""
+    return scaling_groups(config, layer_index)
 
 
 def _norm_group(config: ModelConfig, kind: str, norm: str, linears: tuple[str, ...]) -> ScalingGroup:

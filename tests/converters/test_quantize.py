@@ -131,9 +131,9 @@ def test_ignored_layers_stay_dense(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"scheme": "w5a16"}, "unknown scheme 'w5a16', allowed: w8a16"),
-        ({"scheme": "w4a16", "method": "best"}, "--method is best, allowed: rtn, gptq, awq, smoothquant"),
+        ({"scheme": "w4a16", "method": "best"}, "--method is best, allowed: rtn, gptq, awq, awq-gptq, smoothquant, smoothquant-gptq"),
         ({"scheme": "w4a16", "method": "gptq"}, "--method gptq looks at text"),
-        ({"scheme": "w8a8", "method": "awq"}, "--method awq does not make w8a8, allowed for it: rtn, gptq, smoothquant"),
+        ({"scheme": "w8a8", "method": "awq"}, "--method awq does not make w8a8, allowed for it: rtn, gptq, smoothquant, smoothquant-gptq"),
         ({"scheme": "w8a8", "group_size": 64}, "--group-size is 64, but w8a8 has no groups of inputs"),
         ({"scheme": "w4a16", "rules": (("layers.7.*", "w8a16"),)}, r"--rule layers\.7\.\* matches no layer"),
         ({"scheme": "w4a16", "group_size": 48}, "--group-size is 48, allowed: 128, 64, 32, -1"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_logits import by_transformers
+from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_checkpoint, save_tokenizer
 
 from dspark.converters.calibration.driver import WalkOptions
@@ -58,7 +59,7 @@ def distance(engine: Path, dense: Path) -> float:
     return float((got - want).square().mean() / want.square().mean())
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "awq-gptq"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2", "qwen3_moe", "phi3", "olmo2"])
 def test_a_calibrated_engine_is_audited_and_near_its_source(family: str, method: str, tmp_path, calibration) -> None:
     """The audit holds the engine against transformers on the same (scaled, quantized) weights; the source is not far."""
@@ -76,18 +77,18 @@ def test_a_calibrated_engine_is_audited_and_near_its_source(family: str, method:
     assert not (tmp_path / ".engine.quantize").exists()
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq-gptq", "smoothquant", "smoothquant-gptq"])
 def test_the_order_of_the_lines_changes_no_bit(method: str, tmp_path, calibration) -> None:
     checkpoint = checkpoint_of(tmp_path)
     lines = calibration.read_text().splitlines(keepends=True)
     for name, order in (("a", lines), ("b", lines[::-1]), ("c", lines[17:] + lines[:17])):
         (tmp_path / f"{name}.jsonl").write_text("".join(order))
-        scheme = "w8a8" if method == "smoothquant" else "w4a16"
+        scheme = "w8a8" if "smoothquant" in method else "w4a16"
         quantize(checkpoint, tmp_path / name, scheme, method, audit=False, calibrated=run_of(tmp_path / f"{name}.jsonl"))
     assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b") == bytes_of(tmp_path / "c")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "awq-gptq"])
 def test_an_interrupted_run_is_resumed_to_the_same_bytes(method: str, tmp_path, calibration) -> None:
     class Stop(Exception):
         pass
@@ -108,6 +109,31 @@ def test_an_interrupted_run_is_resumed_to_the_same_bytes(method: str, tmp_path, 
     assert "1 layers were taken over from an interrupted run" in result.manifest.notes
     assert bytes_of(tmp_path / "engine") == bytes_of(tmp_path / "undisturbed")
     assert not (tmp_path / ".engine.quantize").exists()
+
+
+def test_scales_and_gptq_together_lose_less_than_either(tmp_path, calibration) -> None:
+    """Outlying channels, which scales are for, in inputs that hang together, which GPTQ is for: by the outputs that calibration saw."""
+    checkpoint = checkpoint_of(tmp_path, num_hidden_layers=1)
+    state = load_file(checkpoint / "model.safetensors")
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        state[f"model.layers.0.{name}.weight"][::8] *= 12
+    save_file(state, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    noise = {}
+    for method in ("rtn", "gptq", "awq", "awq-gptq"):
+        result = quantize(checkpoint, tmp_path / method, "w3a16", method, 32, audit=False, calibrated=run_of(calibration))
+        entries = [entry for module, entry in result.manifest.quality["layers"].items() if module != "lm_head"]
+        noise[method] = sum(10 ** (-entry["output_sqnr_db"] / 10) for entry in entries)
+        assert any("scaling" in entry for entry in entries) == ("awq" in method)
+    assert noise["awq-gptq"] < 0.97 * min(noise["gptq"], noise["awq"]) and noise["rtn"] > noise["gptq"]
+
+
+def test_rounding_looks_at_the_text_that_it_is_given(tmp_path, calibration) -> None:
+    checkpoint = checkpoint_of(tmp_path)
+    blind = quantize(checkpoint, tmp_path / "blind", "w3a16", "rtn", 32, audit=False)
+    seen = quantize(checkpoint, tmp_path / "seen", "w3a16", "rtn", 32, audit=False, calibrated=run_of(calibration))
+    assert bytes_of(tmp_path / "blind") != bytes_of(tmp_path / "seen")
+    assert seen.manifest.quality["calibration"]["samples"] == 40 and "calibration" not in blind.manifest.quality
+    assert all("output_sqnr_db" in entry for entry in seen.manifest.quality["layers"].values())
 
 
 def test_lines_without_an_answer_get_the_models_own(tmp_path, calibration) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dspark.converters.quality.gate import QualityLimits, check, excess, violations
 from dspark.converters.quality.measure import Comparison, Scores
+from dspark.converters.quality.remedy import Asked
 from dspark.runtime.spec.errors import QualityError
 from dspark.runtime.spec.quant import QuantConfig, QuantScheme
 
@@ -28,11 +29,16 @@ def layers(*errors: float, key: str = "output_sqnr_db") -> dict[str, dict[str, f
 
 
 def refused(
-    limits: QualityLimits, scheme: QuantScheme | None, errors: tuple[float, ...] = (20, 20, 20, 20), **more: object
+    limits: QualityLimits,
+    scheme: QuantScheme | None,
+    errors: tuple[float, ...] = (20, 20, 20, 20),
+    outcome: str = "nothing was published",
+    **asked: object,
 ) -> QualityError:
+    """asked: fields of `Asked` beside the default group size 64."""
     quant = None if scheme is None else QuantConfig(scheme)
     with pytest.raises(QualityError) as raised:
-        check(comparison(), limits, quant, layers(*errors), 64, **more)  # type: ignore[arg-type]
+        check(comparison(), limits, quant, layers(*errors), Asked(64, **asked), outcome)  # type: ignore[arg-type]
     return raised.value
 
 
@@ -119,6 +125,41 @@ def test_what_the_user_typed_is_typed_again() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("limit", "flags"),
+    [
+        (0.25, "--scheme w4a16 --method gptq --target-bpw 4.2 --calibration FILE"),
+        (0.02, "--scheme w4a16 --method gptq --target-bpw 6.3 --calibration FILE"),
+        (0.001, "--scheme w8a16"),
+        (0.0, "--scheme w8a16"),
+    ],
+)
+def test_a_target_of_bits_is_raised(limit: float, flags: str) -> None:
+    """By a bit for each factor of 4, with half as much again for the margin: 0.3 / 0.25 * 1.5 = 1.8 is 0.42 of a bit."""
+    assert remedy(limit, GPTQ4, target_bpw=3.75 if limit == 0.25 else 4.0) == flags
+
+
+def test_a_target_of_bits_names_other_groups_and_a_better_method() -> None:
+    """0.3 / 0.25 * 1.5 times GPTQ's 0.7 is 1.26: 0.17 of a bit. The groups are those of the layers with few bits."""
+    rounded = QuantScheme("w4a16-asym", 4, False, 32)
+    assert remedy(0.25, rounded, target_bpw=4.0) == (
+        "--scheme w4a16-asym --group-size 32 --method gptq --target-bpw 4.2 --calibration FILE"
+    )
+
+
+def test_a_head_of_few_bits_is_proposed_in_8() -> None:
+    assert remedy(0.1, GPTQ4, head_scheme="w4a16") == "--scheme w8a16 --head-scheme w8a16"
+    assert remedy(0.1, GPTQ4, head_scheme="w8a16-asym") == "--scheme w8a16 --head-scheme w8a16-asym"
+    best = QuantScheme("w8a16", 8, group_size=64)
+    assert remedy(0.1, best, head_scheme="w4a16") == "--scheme w8a16 --group-size 64 --head-scheme w8a16"
+
+
+def test_a_calibrated_cache_and_what_stays_dense_are_typed_again() -> None:
+    assert remedy(0.1, GPTQ4, kv_cache_dtype="int8", ignore=("*.o_proj",)) == (
+        "--scheme w8a16 --kv-cache-dtype int8 --calibration FILE --ignore '*.o_proj'"
+    )
+
+
 def test_where_nothing_is_more_accurate_the_limit_is_named() -> None:
     error = refused(QualityLimits(0.125, 5), QuantScheme("w8a16", 8, group_size=64))
     assert error.hint == "nothing was published; type --max-kl 0.3 --max-ppl-increase 25 to accept it, or keep the model as it is"
@@ -128,7 +169,7 @@ def test_where_nothing_is_more_accurate_the_limit_is_named() -> None:
 
 def test_errors_of_weights_are_used_where_outputs_were_not_measured() -> None:
     with pytest.raises(QualityError, match=r"largest error of weights: model.layers.1.mlp.down_proj \(-10.0 dB\)"):
-        check(comparison(), QualityLimits(0.1), QuantConfig(W4), layers(20, 10, key="sqnr_db"), 64)
+        check(comparison(), QualityLimits(0.1), QuantConfig(W4), layers(20, 10, key="sqnr_db"), Asked(64))
     with pytest.raises(QualityError) as raised:
-        check(comparison(), QualityLimits(0.1), QuantConfig(W4), {}, 64)
+        check(comparison(), QualityLimits(0.1), QuantConfig(W4), {}, Asked(64))
     assert "largest error" not in raised.value.message

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import BOS_ID, EOS_ID, build_tokenizer, save_tokenizer
 
 from dspark.converters.quality import windows
-from dspark.converters.quality.windows import leading_tokens, line_samples, resolve_context, text_windows
+from dspark.converters.quality.windows import held_out_samples, leading_tokens, line_samples, resolve_context, text_windows
 from dspark.runtime.jobs.tokenizer import TextCodec, load_codec
 from dspark.runtime.spec.errors import InputError, UsageError
 
@@ -35,6 +35,12 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+def test_what_was_held_out_is_taken_up_to_the_tokens_that_are_wanted(text: Path) -> None:
+    found = held_out_samples(text, [[1, 2, 3], [4], list(range(90)), [5, 6, 7, 8]], 64, 70)
+    assert found.samples == [[1, 2, 3], list(range(64)), [5, 6, 7]] and found.kind == "held-out"
+    assert found.describe() == "3 samples that the quantizer was not shown"
 
 
 def test_windows_do_not_overlap_and_the_rest_is_left(text: Path, tmp_path: Path) -> None:

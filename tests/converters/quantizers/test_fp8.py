@@ -9,6 +9,7 @@ import torch
 
 from dspark.converters.quantizers.base import QuantizedWeight, SolverOptions
 from dspark.converters.quantizers.fp8 import SCALE_RATIOS, quantize_fp8
+from dspark.converters.quantizers.gptq import quantize_gptq
 from dspark.converters.quantizers.loops import fp8_errors
 from dspark.converters.quantizers.rtn import quantize_rtn
 from dspark.converters.quantizers.statistics import StatisticsAccumulator
@@ -82,6 +83,41 @@ def test_the_compiled_errors_are_those_of_the_conversion() -> None:
     off = (rounded - weight).square() * importance
     want = torch.nn.functional.pad(off.double(), (0, 84, 0, 58)).view(3, 2, 64, 3, 128).sum((2, 4))
     assert torch.allclose(errors, want, rtol=1e-5)
+
+
+def slow_gptq(weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, damp: float) -> torch.Tensor:
+    """Input after input in float64, largest second moment first; scale [N, K]. By the rows of the inverse Hessian, which shrinks."""
+    values, h = weight.double().clone(), hessian.double().clone()
+    h.diagonal().add_(damp * h.diagonal().mean())
+    left = torch.argsort(-hessian.diagonal(), stable=True).tolist()
+    chosen = torch.empty_like(values)
+    while left:
+        k, rest = left[0], left[1:]
+        inverse = torch.linalg.inv(h[left][:, left])
+        number = (values[:, k] / scale[:, k]).clamp(-448, 448).float().to(torch.float8_e4m3fn).double()
+        chosen[:, k] = number * scale[:, k]
+        values[:, rest] -= torch.outer((values[:, k] - chosen[:, k]) / inverse[0, 0], inverse[0, 1:])
+        left = rest
+    return chosen
+
+
+@pytest.mark.parametrize("block", [(1, -1), (32, 48), (-1, -1)], ids=str)
+def test_gptq_chooses_the_numbers_of_the_slow_reference(block: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(600, 20, generator=generator) @ torch.randn(20, 96, generator=generator) + torch.randn(600, 96, generator=generator)
+    accumulator = StatisticsAccumulator(96)
+    accumulator.add(x)
+    statistics, weight, scheme = accumulator.finish(), torch.randn(70, 96, generator=generator), replace(PRESETS["fp8"], block=block)
+    solved = quantize_gptq(weight, scheme, statistics)
+    rows, columns = (extent if size == -1 else size for size, extent in zip(block, weight.shape, strict=True))
+    scale = solved.weight.scales.double().repeat_interleave(rows, 0)[:70].repeat_interleave(columns, 1)[:, :96]
+    slow = slow_gptq(weight, statistics.hessian, scale, 0.01)
+    same = (solved.weight.dense(torch.float64) - slow).abs() <= 1e-5 * slow.abs()
+    assert same.double().mean() > 0.98  # float32 falls to the other side of a tie now and then, and what follows makes up for that
+    rounded = quantize_rtn(weight, scheme, statistics)
+    assert torch.equal(rounded.weight.scales, solved.weight.scales)
+    assert solved.output_sqnr_db > rounded.output_sqnr_db + 3 and solved.sqnr_db < rounded.sqnr_db
+    assert solved.damp_used == 0.01 and solved.loss is not None
 
 
 def test_zeros_stay_zeros() -> None:

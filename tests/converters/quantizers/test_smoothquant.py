@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspark.converters.quantizers.smoothquant import ALPHAS, largest_of_a_token, scales_for, smooth_scales
+from dspark.converters.quantizers.smoothquant import ALPHAS, scales_for, smooth_scales
 from dspark.converters.quantizers.statistics import LayerStatistics, StatisticsAccumulator
 
 
@@ -62,13 +62,13 @@ def test_scales_equal_the_plain_loops(alpha: float) -> None:
 @pytest.mark.parametrize("outliers", [1.0, 10.0, 100.0])
 @pytest.mark.parametrize("tails", [1, 2])
 def test_the_alpha_that_is_chosen_loses_little_more_than_the_best(outliers: float, tails: int) -> None:
-    """By the error over tokens, which the choice does not see: from even channels of few values to heavy tails with outliers."""
+    """By the error of all outputs over all tokens: from even channels of few values to heavy tails with outliers."""
     x, ws = inputs(outliers), weights()
     x = x.sign() * x.abs() ** tails
     observed = statistics_of(x)
     scales, alpha = smooth_scales(observed, ws)
     errors = {tried: slow_error(x, ws, smooth_scales(observed, ws, tried)[0]) for tried in ALPHAS}
-    assert errors[alpha] <= 1.25 * min(errors.values())
+    assert errors[alpha] <= 1.1 * min(errors.values())
     assert slow_error(x, ws, scales) == errors[alpha]
 
 
@@ -76,14 +76,6 @@ def test_smoothing_pays_where_there_are_outliers() -> None:
     x, ws = inputs(100), weights()
     scales, _ = smooth_scales(statistics_of(x), ws)
     assert slow_error(x, ws, scales) < 0.2 * slow_error(x, ws, torch.ones(64))
-
-
-def test_the_largest_value_of_a_token() -> None:
-    """Of 512 Gaussian channels one exceeds 3.1 deviations (the chance of that is 1 in 512); mixed with the largest value of all."""
-    ones = torch.ones(512)
-    assert largest_of_a_token(ones, ones * 3) == pytest.approx(3)
-    assert largest_of_a_token(ones, ones * 10) == pytest.approx((3.1 * 10) ** 0.5, rel=1e-2)
-    assert largest_of_a_token(torch.tensor([0.0, 2.0]), torch.tensor([0.0, 1.0])) <= 1
 
 
 def test_a_dead_channel_takes_the_middle_scale() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspark.converters.quantizers.statistics import CHUNK_TOKENS, MIN_STRIP_ROWS, StatisticsAccumulator
+from dspark.converters.quantizers.statistics import CHUNK_TOKENS, MIN_STRIP_ROWS, SAMPLED_TOKENS, StatisticsAccumulator
 from dspark.runtime.spec.errors import InputError
 
 
@@ -51,6 +51,16 @@ def test_cross_moments_are_those_of_float64(dtype: torch.dtype) -> None:
     found = accumulator.finish()
     want = 2 / 500 * (full.double() - quantized.double()).t() @ quantized.double()
     assert found.cross is not None and float((found.cross - want).abs().max() / found.hessian.abs().max()) < 5e-6
+
+
+@pytest.mark.parametrize("sizes", [[2100], [700, 1, 699, 700], [40] * 52 + [20]])
+def test_tokens_that_are_kept_are_evenly_spread_however_they_come(sizes: list[int]) -> None:
+    """2100 tokens: every second one left 1050, so every fourth is kept: 525."""
+    x = inputs(2100, 6, torch.bfloat16)
+    kept = statistics(*x.split(sizes)).tokens
+    assert kept is not None and torch.equal(kept, x[::4].float()) and SAMPLED_TOKENS <= len(kept) <= 2 * SAMPLED_TOKENS
+    scaled = statistics(*x.split(sizes)).scaled(torch.arange(1.0, 7.0)).tokens
+    assert scaled is not None and torch.equal(scaled, kept / torch.arange(1.0, 7.0))
 
 
 def test_bfloat16_products_leave_the_setting_as_it_was() -> None:

@@ -167,8 +167,8 @@ def test_which_groups_each_method_takes() -> None:
     """Gemma 3 norms each head of q and k: llm-compressor #2522 measured that scaling their inputs by AWQ loses."""
     assert [group.kind for group in awq_groups(config_of("gemma3"), 0)] == [VALUE_OUT, NORM_MLP, UP_DOWN]
     assert [group.kind for group in awq_groups(config_of("gemma2"), 0)] == list(KINDS)
-    assert [group.kind for group in smoothquant_groups(config_of("llama"), 1)] == [NORM_QKV, NORM_MLP]
-    assert smoothquant_groups(config_of("olmo2"), 0) == []
+    assert [group.kind for group in smoothquant_groups(config_of("llama"), 1)] == list(KINDS)
+    assert [group.kind for group in smoothquant_groups(config_of("olmo2"), 0)] == [VALUE_OUT, UP_DOWN]
 
 
 def test_heads_that_share_values_get_their_mean() -> None:
