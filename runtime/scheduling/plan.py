@@ -8,7 +8,7 @@ from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.speculation.draft import Draft, Verified
 
 
-@dataclass
+@dataclass(slots=True)
 class ScheduledSequence:
     """`num_tokens` tokens of a sequence, from position `start` on. samples: its last one is among them, so a new one is drawn.
 
@@ -25,11 +25,10 @@ class ScheduledSequence:
     source_row: int = field(init=False)
 
     def __post_init__(self) -> None:
-        seq = self.seq
-        self.start = seq.num_computed
-        end = self.start + self.num_tokens
-        self.samples = end == seq.num_tokens
-        self.source_row = seq.pending_row if end > len(seq.token_ids) else -1
+        seq, start = self.seq, self.seq.num_computed
+        end, num_known = start + self.num_tokens, len(seq.token_ids)
+        self.start, self.samples = start, end == num_known + seq.num_pending
+        self.source_row = seq.pending_row if end > num_known else -1
         assert self.source_row < 0 or self.num_tokens == 1, "only the newest token may be one that is still to be drawn"
 
     @property
