@@ -159,6 +159,7 @@ def gate_of(options: QuantizeOptions) -> Gate | None:
         head_scheme=options.head_scheme,
         target_bpw=options.target_bpw,
         kv_cache_dtype=options.kv_cache_dtype,
+        fp8_inputs=options.fp8_inputs,
         calibration=str(options.calibration or file),
     )
     return Gate(file, limits, calibrated_on=file == options.calibration, asked=asked)

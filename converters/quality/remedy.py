@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from dspark.converters.quality.layers import LayerRow, worst_first
-from dspark.converters.quantize import CALIBRATED_METHODS
+from dspark.converters.quantize import CALIBRATED_METHODS, SCALED_BY
 from dspark.runtime.spec.quant import QuantScheme, preset
 
 MARGIN = 1.5
@@ -31,8 +31,10 @@ GROUP_POWER = {32: 0.8, 64: 1.0, 128: 1.2, -1: 2.0}
 GPTQ_POWER = 0.7
 """Power of the outputs' error after GPTQ, relative to rounding to nearest."""
 
-SMOOTHQUANT_POWER, W8A16_AFTER_W8A8, W8A16_AFTER_FP8 = 0.5, 0.3, 0.1
-"""The same for 8-bit schemes, relative to the scheme that they replace."""
+BETTER_8_BIT = {"int8": "smoothquant-gptq", "fp8": "gptq"}
+"""storage -> its best method"""
+BETTER_POWER, BETTER_AFTER_SMOOTHQUANT, W8A16_AFTER_W8A8, W8A16_AFTER_FP8 = 0.45, 0.8, 0.3, 0.1
+"""The same for 8-bit schemes, relative to the scheme and method that they replace."""
 
 BEST_HEAD = "w8a16"
 """What an output head is proposed in whose scheme has fewer bits."""
@@ -60,6 +62,7 @@ class Asked:
     head_scheme: str | None = None
     target_bpw: float | None = None
     kv_cache_dtype: str | None = None
+    fp8_inputs: str | None = None
     calibration: str = "FILE"
 
 
@@ -84,6 +87,7 @@ class Remedy:
             ("--method", self.method),
             ("--target-bpw", self.target_bpw),
             ("--head-scheme", None if head is None else BEST_HEAD if head.weight_bits < 8 else head.name),
+            ("--fp8-inputs", asked.fp8_inputs if preset(self.scheme).storage == "fp8" else None),
             ("--kv-cache-dtype", asked.kv_cache_dtype),
             ("--calibration", asked.calibration if reads else None),
             *(("--ignore", pattern) for pattern in asked.ignore),
@@ -127,8 +131,10 @@ def _eight_bits(scheme: QuantScheme, asked: Asked) -> Iterator[tuple[Remedy, flo
         if scheme.group_size == -1 and asked.default_group_size != -1:
             yield Remedy(scheme.name, asked.default_group_size, rules=asked.rules), _relative(scheme, group_size=asked.default_group_size)
         return
-    if scheme.storage == "int8" and scheme.method != "smoothquant":
-        yield Remedy(scheme.name, method="smoothquant", rules=asked.rules), SMOOTHQUANT_POWER
+    better = BETTER_8_BIT[scheme.storage]
+    if scheme.method != better:
+        power = BETTER_AFTER_SMOOTHQUANT if scheme.method in SCALED_BY else BETTER_POWER
+        yield Remedy(scheme.name, method=better, rules=asked.rules), power
     yield Remedy("w8a16"), W8A16_AFTER_W8A8 if scheme.storage == "int8" else W8A16_AFTER_FP8
 
 

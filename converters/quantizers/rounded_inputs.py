@@ -28,7 +28,7 @@ _DAMP = 1e-6  # of the mean moment; the noise itself damps more than that
 
 @dataclass(frozen=True, eq=False)
 class RoundedInputs:
-    """statistics: of the rounded inputs. exact float32 [K, K]: second moments of the inputs. gain, noise [K]: a, and 2 v as in a Hessian."""
+    """statistics: of the rounded inputs. exact float32 [K, K]: Hessian of the inputs. gain, noise [K]: a, and 2 v as in a Hessian."""
 
     statistics: LayerStatistics
     exact: torch.Tensor

@@ -49,7 +49,8 @@ def dead_channels(tmp_path_factory):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "txt"])
 @pytest.mark.parametrize(
-    ("scheme", "method"), [("w8a16", "gptq"), ("w8a16", "awq"), ("w8a8", "smoothquant"), ("w8a8", "smoothquant-gptq"), ("fp8", "gptq"), ("w8a16", "rtn")]
+    ("scheme", "method"),
+    [("w8a16", "gptq"), ("w8a16", "awq"), ("w8a8", "smoothquant"), ("w8a8", "smoothquant-gptq"), ("fp8", "gptq"), ("w8a16", "rtn")],
 )
 def test_dead_channels_and_little_text_give_a_finite_engine(dead_channels, tmp_path, scheme: str, method: str, suffix: str) -> None:
     """B20: singular Hessians, columns and rows of zeros: near the source, never a NaN."""

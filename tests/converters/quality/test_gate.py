@@ -99,9 +99,12 @@ def test_how_far_over_a_limit_a_value_is() -> None:
         (W4, 0.05, "--scheme w8a16"),
         (W4, 0.0, "--scheme w8a16"),
         (GPTQ4, 0.1, "--scheme w8a16"),
-        (QuantScheme("w8a8", 8, storage="int8"), 0.25, "--scheme w8a8 --method smoothquant --calibration FILE"),
-        (QuantScheme("w8a8", 8, storage="int8", method="smoothquant"), 0.25, "--scheme w8a16"),
-        (QuantScheme("fp8", 8, storage="fp8"), 0.25, "--scheme w8a16"),
+        (QuantScheme("w8a8", 8, storage="int8"), 0.25, "--scheme w8a8 --method smoothquant-gptq --calibration FILE"),
+        (QuantScheme("w8a8", 8, storage="int8"), 0.1, "--scheme w8a16"),
+        (QuantScheme("w8a8", 8, storage="int8", method="smoothquant"), 0.29, "--scheme w8a16"),
+        (QuantScheme("w8a8", 8, storage="int8", method="smoothquant-gptq"), 0.25, "--scheme w8a16"),
+        (QuantScheme("fp8", 8, storage="fp8"), 0.25, "--scheme fp8 --method gptq --calibration FILE"),
+        (QuantScheme("fp8", 8, storage="fp8", method="gptq"), 0.25, "--scheme w8a16"),
         (QuantScheme("w8a16", 8), 0.25, "--scheme w8a16 --group-size 64"),
     ],
 )
@@ -152,6 +155,12 @@ def test_a_head_of_few_bits_is_proposed_in_8() -> None:
     assert remedy(0.1, GPTQ4, head_scheme="w8a16-asym") == "--scheme w8a16 --head-scheme w8a16-asym"
     best = QuantScheme("w8a16", 8, group_size=64)
     assert remedy(0.1, best, head_scheme="w4a16") == "--scheme w8a16 --group-size 64 --head-scheme w8a16"
+
+
+def test_inputs_in_8_bits_stay_so() -> None:
+    rounded = QuantScheme("fp8", 8, storage="fp8", inputs="dynamic")
+    assert remedy(0.25, rounded, fp8_inputs="dynamic") == "--scheme fp8 --method gptq --fp8-inputs dynamic --calibration FILE"
+    assert remedy(0.01, rounded, fp8_inputs="dynamic") == "--scheme w8a16"
 
 
 def test_a_calibrated_cache_and_what_stays_dense_are_typed_again() -> None:
