@@ -158,8 +158,8 @@ def _measured(console: Console, options: PairOptions, draft: _Draft | None) -> P
             console.note(f"note: {note}")
         if draft is not None and draft.is_staged and lacks_temperatures(draft.directory):
             console.note("pair: answering the lines once to see what the head's confidence is worth")
-            note = add_temperatures(options.engine, draft.directory, requests, options.device, options.threads)
-            console.note(f"note: {note or 'no answer is long enough to fit temperatures on'}")
+            fitted = add_temperatures(options.engine, draft.directory, requests, options.device, options.threads)
+            console.note(f"note: {fitted or 'no answer is long enough to fit temperatures on'}")
     config = EngineConfig(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=max(512, options.max_num_seqs),

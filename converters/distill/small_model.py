@@ -58,8 +58,8 @@ def small_config(target: ModelConfig, options: DistillOptions) -> tuple[ModelCon
     def of_kept(values: tuple[bool, ...]) -> tuple[bool, ...]:
         return tuple(values[layer] for layer in kept) if values else ()
 
-    lists = {name: of_kept(getattr(target, name)) for name in ("sliding_layers", "rope_layers", "sparse_layers")}
-    return replace(target, num_layers=len(kept), **lists), kept
+    config = replace(target, num_layers=len(kept), sliding_layers=of_kept(target.sliding_layers), rope_layers=of_kept(target.rope_layers))
+    return config, kept
 
 
 def trained_names(config: ModelConfig) -> list[str]:

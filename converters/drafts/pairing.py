@@ -181,7 +181,7 @@ def measure(
     for turn in range(rounds + 1):
         for entry, choice in zip(found, alternatives, strict=True):
             before = learned.get(choice.method, {})
-            drafter = {key: before[key] for key in ("confidence", "draft_ms_per_token") if key in before}
+            drafter: dict[str, Any] = {key: before[key] for key in ("confidence", "draft_ms_per_token") if key in before}
             known = Pairing(choice.method, None, engine.executor.machine, before.get("acceptance", {}), points, drafter)
             run = engine.again(replace(choice, pairing=known))
             cpu, wall = time.process_time(), time.monotonic()

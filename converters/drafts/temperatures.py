@@ -68,7 +68,7 @@ def add_temperatures(
 def _fitting(lines: list[AnsweredLine], config: DraftConfig) -> list[AnsweredLine]:
     """The first lines, as far as the memory for their states reaches."""
     left = MOST_FEATURE_BYTES // (2 * (len(config.taps) + 1) * config.target_hidden_size)
-    found = []
+    found: list[AnsweredLine] = []
     for line in lines:
         left -= len(line.tokens)
         if found and left < 0:
