@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dspark.runtime.jobs.earlier import EarlierAnswers
     from dspark.runtime.jobs.job import Loaders
     from dspark.runtime.roofline.room import Room
+    from dspark.runtime.roofline.weights import ModelShape
     from dspark_cli.generate import ConsoleReporter, JobOptions
 
 _LABEL = 15
@@ -85,7 +86,7 @@ def sequences_at_once(config: EngineConfig, room: Room, found: DryRun) -> dict[s
 
 
 def estimate(
-    engine_dir: Path, config: EngineConfig, shape: Any, room: Room, found: DryRun, earlier: EarlierAnswers | None
+    engine_dir: Path, config: EngineConfig, shape: ModelShape, room: Room, found: DryRun, earlier: EarlierAnswers | None
 ) -> dict[str, Any]:
     """Seconds of the job, JSON-ready: with answers of one token, as long as earlier ones, as long as allowed.
 
@@ -113,7 +114,8 @@ def estimate(
         cases["expected"] = most.shortened(earlier.tokens_per_line * most.num_requests / most.num_answers)
     cost = step_times(engine_dir, config, shape.config.dtype, room.device)
     if cost is not None:
-        known = {name: found for name, tokens in cases.items() if (found := from_step_times(cost, tokens, limits)) is not None}
+        estimates = {name: from_step_times(cost, tokens, limits) for name, tokens in cases.items()}
+        known = {name: known for name, known in estimates.items() if known is not None}
         if "longest" in known:
             return {"basis": "step times", "device": "as paired", **_seconds(known)}
     device, reason = limit_of(config, shape, room)

@@ -92,6 +92,14 @@ def test_timed_kernels_are_held_against_a_data_sheet(tmp_path: Path, capsys: pyt
     assert "50.0%  memory" in capsys.readouterr().out
 
 
+def test_the_format_in_the_documents_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = (ROOT / "docs" / "roofline.md").read_text(encoding="utf-8").split("```json\n")[1].split("```")[0]
+    (tmp_path / "timed.json").write_text(example)
+    assert roofline.main(["--device", "h200", "--measured", str(tmp_path / "timed.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "linear w4a16 64 x 4096 -> 28672" in shown and "paged_attention 64 x 1 in 1024" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
