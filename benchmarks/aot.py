@@ -28,7 +28,7 @@ from dspark.kernels.triton import attention, elementwise
 from dspark.kernels.triton import launch as launcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from aot_gemms import gemm_runs
+from aot_gemms import gemm_runs, moe_runs
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory one block may use, by compute capability."""
@@ -161,6 +161,9 @@ def model_launches(model: ModelShape) -> Iterator[Launch]:
         yield from record(attend, label)
     for run, label in gemm_runs(model.name, model.hidden, model.intermediate, dtype, facts):
         yield from record(run, label)
+    if model is MODELS[0]:
+        for run, label in moe_runs(dtype, facts):
+            yield from record(run, label)
 
 
 def compile_launch(launch: Launch, arch: int) -> Row:
@@ -196,7 +199,7 @@ def compile_launch(launch: Launch, arch: int) -> Row:
 
 
 def matrix_instruction(ptx: str) -> str:
-    """"mma" or "wgmma" and the type of its operands ("mma s8"), "" where there is none."""
+    """ "mma" or "wgmma" and the type of its operands ("mma s8"), "" where there is none."""
     found = re.search(r"(wgmma|mma)\.(?:mma_async\.)?sync\.[\w.]*?\.(bf16|f16|tf32|s8|e4m3)\.", ptx)
     return f"{found[1]} {found[2]}" if found else ""
 
@@ -222,6 +225,7 @@ def table(archs: list[int], only: str = "") -> Iterator[Row]:
     """Compile each different launch of all MODELS for each architecture."""
     for arch in archs:
         seen = set()
+        launcher.capability = lambda facts, arch=arch: divmod(arch, 10)
         for model in MODELS:
             for launch in model_launches(model):
                 key = (launch.kernel.__name__, tuple(map(_identity, launch.args)), tuple(sorted(launch.config.items())))

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from dspark.kernels.experts import ExpertWeights
 from dspark.kernels.facts import KernelFacts
+from dspark.kernels.fp8 import Fp8Weight
 from dspark.kernels.int8 import Int8Weight
 from dspark.kernels.quantized_rows import InputFormat
-from dspark.kernels.triton import int8, quantize, wna16
+from dspark.kernels.triton import fp8, int8, moe, quantize, wna16
 from dspark.kernels.wna16 import Wna16Weight
 
 Run = tuple[Callable[[], Any], str]
@@ -41,7 +43,43 @@ def _linears(label: str, outputs: int, inputs: int, facts: KernelFacts) -> Itera
         perm = meta(inputs, of=torch.int32) if act_order else None
         kind = f"w{bits}{'' if symmetric else ' asym'} g{group}{' act-order' if act_order else ''}"
         yield kind, wna16.make_wna16_linear(Wna16Weight(packed, scales, zeros, bits, inputs, perm), None, facts)
+    for kind, block, inputs_as in (
+        ("fp8 channels", (1, -1), None),
+        ("fp8 blocks", (128, 128), None),
+        ("fp8 channels dynamic", (1, -1), "dynamic"),
+        ("fp8 blocks dynamic", (128, 128), "dynamic"),
+    ):
+        yield kind, fp8.make_fp8_linear(fp8_weight(outputs, inputs, block, inputs_as), None, facts)
     yield "w8a8", int8.make_int8_linear(Int8Weight(meta(outputs, inputs, of=torch.int8), meta(outputs, of=float32)), None, facts)
+
+
+def fp8_weight(outputs: int, inputs: int, block: tuple[int, int], inputs_as: str | None) -> Fp8Weight:
+    shape = [-(-length // (length if size == -1 else size)) for size, length in zip(block, (outputs, inputs), strict=True)]
+    return Fp8Weight(meta(outputs, inputs, of=torch.float8_e4m3fn), meta(*shape, of=torch.float32), block, inputs_as)
+
+
+def moe_runs(dtype: torch.dtype, facts: KernelFacts) -> Iterator[Run]:
+    """Experts of the size of Qwen3-30B-A3B: hidden 2048, intermediate 768, 8 of 128 for a token."""
+    hidden, inner, experts, top_k = 2048, 768, 128, 8
+
+    def weight(kind: str, outputs: int, inputs: int) -> Any:
+        if kind == "dense":
+            return meta(outputs, inputs, of=dtype)
+        if kind == "w4":
+            packed, scales = meta(inputs // 8, outputs, of=torch.int32), meta(inputs // 128, outputs, of=torch.float16)
+            return Wna16Weight(packed, scales, None, 4, inputs)
+        if kind == "w8a8":
+            return Int8Weight(meta(outputs, inputs, of=torch.int8), meta(outputs, of=torch.float32))
+        return fp8_weight(outputs, inputs, (128, 128), "dynamic")
+
+    for kind in ("dense", "w4", "w8a8", "fp8"):
+        stacks = ExpertWeights(experts), ExpertWeights(experts)
+        for stack, shape in zip(stacks, ((2 * inner, hidden), (hidden, inner)), strict=True):
+            stack.put(0, weight(kind, *shape))
+        layer = moe.make_grouped_experts(*stacks, "silu", facts)
+        for rows in (1, 64, 2048):
+            x, logits = meta(rows, hidden, of=dtype), meta(rows, experts, of=dtype)
+            yield partial(layer, x, logits, top_k, True), f"Qwen3-30B-A3B experts {kind} M={rows}"
 
 
 def _quantizations(name: str, hidden: int, intermediate: int, dtype: torch.dtype) -> Iterator[Run]:

@@ -10,15 +10,18 @@ import torch
 
 from dspark.kernels.batch import AttentionBatch, TreeMask
 from dspark.kernels.dispatch import OPS, Selection, select
+from dspark.kernels.experts import ExpertWeights
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.fp8 import Fp8Weight
 from dspark.kernels.int8 import Int8Weight
 from dspark.kernels.kv_cache import KVScales
 from dspark.kernels.quantized_rows import InputFormat, QuantizedRows, input_format
+from dspark.kernels.reference.moe import MoeFn
 from dspark.kernels.wna16 import Wna16Weight
 
 __all__ = [
     "AttentionBatch",
+    "ExpertWeights",
     "Fp8Weight",
     "InputFormat",
     "Int8Weight",
@@ -26,6 +29,7 @@ __all__ = [
     "KernelFacts",
     "Kernels",
     "LinearFn",
+    "MoeFn",
     "QuantizedRows",
     "Rows",
     "TreeMask",
@@ -93,6 +97,23 @@ class Kernels:
         if self.facts.exact_activations:
             return self.dense_linear(weight.dense(self.facts.dtype), bias)
         return self.selections["make_int8_linear"].function(weight, bias, self.facts)
+
+    @property
+    def groups_experts(self) -> bool:
+        """Whether all experts of a layer run in one launch a projection (`grouped_experts`); else each is a function of its own."""
+        return self.selections["make_grouped_experts"].taken != "reference"
+
+    def expert_weight(self, weight: Any) -> Any:
+        """An expert's weight as `grouped_experts` takes it: codes widened to lanes, and dense where inputs must stay as they are."""
+        if isinstance(weight, Wna16Weight):
+            return weight.in_lanes()
+        exact = isinstance(weight, Int8Weight) and self.facts.exact_activations
+        return weight.dense(self.facts.dtype) if exact else weight
+
+    def grouped_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: str) -> MoeFn:
+        """(x [T, H], router_logits [T, E], top_k, renormalize) -> [T, H] of experts x -> down(activation(gate_up(x))) without biases, by
+        their weights side by side; see `moe_mlp`. activation: see ModelConfig.hidden_act."""
+        return self.selections["make_grouped_experts"].function(gate_up, down, activation, self.facts)
 
     def explain(self) -> dict[str, dict[str, Any]]:
         """Per op: the implementation taken and why others declined. For `dspark doctor` and the metrics."""

@@ -14,9 +14,10 @@ from dspark.kernels.reference.linear import rounding_inputs
 from dspark.kernels.triton import gemm_tiles
 from dspark.kernels.triton import launch as launcher
 from dspark.kernels.triton.gemm import Product, multiply
+from dspark.kernels.triton.gemm_tiles import GemmTile
 from dspark.kernels.triton.quantize import quantize_rows
 
-FP8_CAPABILITY = (8, 9)
+FP8_CAPABILITY, HOPPER = (8, 9), (9, 0)
 UNIT = 256.0
 """What 1 of a widened number stands for; see `codes_kernels.unit`."""
 
@@ -32,6 +33,11 @@ def decline_fp8_product(facts: KernelFacts) -> str | None:
     if capability < FP8_CAPABILITY:
         return f"products of float8 numbers need compute capability 8.9, the device has {capability[0]}.{capability[1]}"
     return None
+
+
+def swaps(tile: GemmTile, facts: KernelFacts) -> bool:
+    """Whether weights are the rows of a product of float8 numbers: where Hopper would not use its instruction for them otherwise."""
+    return tile.rows < 64 <= tile.cols and launcher.capability(facts) >= HOPPER
 
 
 def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -82,7 +88,7 @@ class Fp8Linear:
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> None:
         self._codes = ScaledCodes(weight.qweight, weight.scales, weight.block, 1.0, 32)
-        self._bias, self._shape, self._deterministic = bias, (weight.out_features, weight.in_features), facts.deterministic
+        self._bias, self._shape, self._facts = bias, (weight.out_features, weight.in_features), facts
         self.takes = InputFormat("fp8") if weight.inputs == "dynamic" else InputFormat("fp8 static", weight.input_scale)
 
     def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
@@ -91,9 +97,9 @@ class Fp8Linear:
         rows = x if isinstance(x, QuantizedRows) else quantize_rows(x, self.takes)
         num_rows, codes = rows.codes.shape[0], self._codes
         out = torch.empty(num_rows, self._shape[0], dtype=rows.dtype, device=rows.codes.device)
-        tile = gemm_tiles.bytes_tile(num_rows, *self._shape, codes.depth, self._deterministic)
+        tile = gemm_tiles.bytes_tile(num_rows, *self._shape, codes.depth, self._facts.deterministic)
         product = Product(rows.codes, out, rows.scales, codes.scales, self._bias)
-        multiply(fp8_kernel, product, codes.own, tile, BLOCKS=codes.blocks, WIDEN=False)
+        multiply(fp8_kernel, product, codes.own, tile, BLOCKS=codes.blocks, WIDEN=False, SWAP=swaps(tile, self._facts))
         return out
 
 
@@ -112,5 +118,5 @@ class WidenedLinear:
         out = torch.empty(num_rows, self._shape[0], dtype=x.dtype, device=x.device)
         tile = gemm_tiles.wna16_tile(num_rows, *self._shape, min(codes.depth, 64), x.itemsize, self._deterministic)
         product = Product(x, out, scales=codes.scales, bias=self._bias)
-        multiply(fp8_kernel, product, codes.as_bytes(), tile, BLOCKS=codes.blocks, WIDEN=True)
+        multiply(fp8_kernel, product, codes.as_bytes(), tile, BLOCKS=codes.blocks, WIDEN=True, SWAP=False)
         return out

@@ -21,7 +21,7 @@ from dspark.kernels.reference.moe import MoeFn, route
 from dspark.kernels.triton import gemm_tiles, tiles
 from dspark.kernels.triton import launch as launcher
 from dspark.kernels.triton.elementwise import gelu_tanh_and_mul, silu_and_mul
-from dspark.kernels.triton.fp8 import UNIT, ScaledCodes, decline_fp8_product
+from dspark.kernels.triton.fp8 import UNIT, ScaledCodes, decline_fp8_product, swaps
 from dspark.kernels.triton.gemm import GATHER, SCATTER, ExpertRows, Product, multiply
 from dspark.kernels.triton.gemm_tiles import GemmTile
 from dspark.kernels.triton.quantize import quantize_rows, silu_and_mul_quantize
@@ -136,5 +136,8 @@ class _GroupedProduct:
         num_pairs = rows.pairs.shape[0]
         out = torch.empty(num_pairs, self.out_features, dtype=dtype, device=values.device)
         product = Product(values, out, row_scales, self._scales, experts=rows)
-        multiply(self._kernel(), product, self._own, self._tile(num_pairs, values.itemsize), **self._config)
+        tile, config = self._tile(num_pairs, values.itemsize), self._config
+        if "WIDEN" in config:
+            config = {**config, "SWAP": not config["WIDEN"] and swaps(tile, self._facts)}
+        multiply(self._kernel(), product, self._own, tile, **config)
         return out

@@ -30,18 +30,20 @@ def load_linear(names: list[str], weights: WeightSource, quant: QuantConfig | No
 
     names: module names (without `.weight`). Modules that cannot be stacked (other storage, other order of inputs) run one after the other.
     """
-    schemes = [quant.scheme_for(name) if quant else None for name in names]
-    storages = {scheme.storage if scheme else None for scheme in schemes}
+    loaded, stacked = load_weights(names, weights, quant)
     biases = [weights.take(f"{name}.bias") if f"{name}.bias" in weights else None for name in names]
-    if storages == {None}:
-        loaded: list[Any] = [weights.take(f"{name}.weight") for name in names]
-    else:
-        loaded = [_load(name, scheme, weights) for name, scheme in zip(names, schemes, strict=True)]
-    stacked = _stacked(loaded, storages)
     if stacked is not None:
         return _linear(stacked, _stacked_bias(biases, loaded), kernels)
     parts = [_linear(weight, bias, kernels) for weight, bias in zip(loaded, biases, strict=True)]
     return lambda x: torch.cat([part(x) for part in parts], -1)
+
+
+def load_weights(names: list[str], weights: WeightSource, quant: QuantConfig | None) -> tuple[list[Any], Any]:
+    """(the modules' weights, one of their outputs side by side or None when they cannot share one). See `load_linear`."""
+    schemes = [quant.scheme_for(name) if quant else None for name in names]
+    storages = {scheme.storage if scheme else None for scheme in schemes}
+    loaded = [_load(name, scheme, weights) for name, scheme in zip(names, schemes, strict=True)]
+    return loaded, _stacked(loaded, storages)
 
 
 def _load(name: str, scheme: QuantScheme | None, weights: WeightSource) -> Any:

@@ -142,7 +142,7 @@ def build_decoder(config: ModelConfig, quant: QuantConfig | None, weights: Weigh
     """Take every tensor of the model from `weights`, layer by layer, and re-lay it for the kernels."""
     embedding = load_embedding(weights)
     first_norms = [load_first_norm(config, i, weights) for i in range(config.num_layers)]
-    layers = [build_layer(config, i, [*first_norms, None][i + 1], quant, weights, kernels) for i in range(config.num_layers)]
+    layers = [build_layer(config, i, [*first_norms, None][i + 1], quant, weights, kernels, True) for i in range(config.num_layers)]
     for layer, following in pairwise(layers):
         layer.after_mlp.inputs = input_format(following.attention)
     return Decoder(config, kernels, embedding, first_norms[0], layers, build_head(config, embedding, quant, weights, kernels))
@@ -168,9 +168,16 @@ def load_first_norm(config: ModelConfig, index: int, weights: WeightSource) -> t
 
 
 def build_layer(
-    config: ModelConfig, index: int, next_norm: torch.Tensor | None, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels
+    config: ModelConfig,
+    index: int,
+    next_norm: torch.Tensor | None,
+    quant: QuantConfig | None,
+    weights: WeightSource,
+    kernels: Kernels,
+    group_experts: bool = False,
 ) -> DecoderLayer:
-    """One layer. next_norm: of the next layer's input; the last layer has none, its stream goes to the final norm."""
+    """One layer. next_norm: of the next layer's input; the last layer has none, its stream goes to the final norm. group_experts: see
+    `load_moe`; calibration wants to see every expert's own linears."""
     layer, names = f"model.layers.{index}", norm_names(config)
 
     def norm(name: str | None) -> torch.Tensor | None:
@@ -179,7 +186,8 @@ def build_layer(
     def step(post_norm: str | None, pre_norm: torch.Tensor | None) -> ResidualStep:
         return ResidualStep(norm(post_norm), config.residual_multiplier, pre_norm, config.rms_norm_eps, kernels)
 
-    attention, mlp = _build_attention(config, index, quant, weights, kernels), _build_mlp(config, index, quant, weights, kernels)
+    attention = _build_attention(config, index, quant, weights, kernels)
+    mlp = _build_mlp(config, index, quant, weights, kernels, group_experts)
     after_attention = step(names.after_attention, norm(names.before_mlp))
     after_attention.inputs = input_format(mlp)
     return DecoderLayer(
@@ -191,10 +199,12 @@ def build_layer(
     )
 
 
-def _build_mlp(config: ModelConfig, index: int, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels) -> FeedForward:
+def _build_mlp(
+    config: ModelConfig, index: int, quant: QuantConfig | None, weights: WeightSource, kernels: Kernels, group_experts: bool
+) -> FeedForward:
     name = f"model.layers.{index}.mlp"
     if config.has_experts(index):
-        return load_moe(name, config, quant, weights, kernels)
+        return load_moe(name, config, quant, weights, kernels, group_experts)
     return load_gated_mlp(name, config.hidden_act, quant, weights, kernels)
 
 

@@ -147,7 +147,7 @@ def test_an_expert_that_no_token_takes_is_not_called(name: str) -> None:
 
 
 def test_on_a_gpu_the_plain_loop_runs_and_the_reasons_are_told() -> None:
-    """No Triton kernel yet: experts run through the GPU's own linears, one after the other."""
+    """Where experts cannot be grouped they run through the GPU's own linears, one after the other."""
     selection = select("moe_mlp", KernelFacts("cuda", torch.bfloat16, 64, 4, 2, 16))
     assert selection.taken == "reference"
     assert selection.declined == {"triton": "has no such kernel", "cpu": "needs the CPU, the device is cuda"}

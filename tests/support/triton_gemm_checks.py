@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_cases import expected, run
 from tolerances import assert_matches, tolerance
+from triton_moe_checks import MOE_CHECKS
 
 from dspark.kernels.dispatch import decline_reason, implementation
 from dspark.kernels.facts import KernelFacts
@@ -156,6 +157,25 @@ def deterministic_rows_depend_on_nothing_else() -> None:
             assert torch.equal(linear(x[rows]), whole[rows])
 
 
+def weights_are_rows_on_hopper_alone() -> None:
+    """Few tokens: the product is turned around on capability 9.0 and not on 8.9; both are the same sums."""
+    from dspark.kernels.triton import fp8
+    from dspark.kernels.triton import launch as launcher
+
+    tile, real = gemm_tiles.bytes_tile(5, 70, 200), launcher.capability
+    for block in ((1, -1), (64, 64)):
+        weight, bias, x = fp8_linear_args(torch.float32, 3, 5, 200, 70, block, "dynamic", bias=True)
+        linear = make_fp8_linear(weight, bias, facts())
+        assert fp8.swaps(tile, facts())
+        turned = linear(x)
+        launcher.capability = lambda facts: (8, 9)
+        try:
+            assert not fp8.swaps(tile, facts())
+            torch.testing.assert_close(linear(x), turned, rtol=1e-5, atol=1e-6)
+        finally:
+            launcher.capability = real
+
+
 def before_capability_8_9_inputs_are_rounded_instead() -> None:
     """The product of float8 numbers declines and says why; the linear then rounds its inputs and widens the weight."""
     from dspark.kernels.triton import fp8
@@ -191,9 +211,11 @@ CHECKS |= {
         quantized_rows_are_taken_as_they_are,
         splits_add_up_in_their_order,
         deterministic_rows_depend_on_nothing_else,
+        weights_are_rows_on_hopper_alone,
         before_capability_8_9_inputs_are_rounded_instead,
     )
 }
+CHECKS |= MOE_CHECKS
 
 
 def main() -> None:

@@ -36,6 +36,8 @@ ENGINE_CHECKS: dict[str, tuple[str, str, str | None, dict[str, Any], str | None]
     "engine-qwen3-fp16": ("qwen3", "float16", None, {}, None),
     "engine-qwen2": ("qwen2", "float32", None, {}, None),
     "engine-llama-w8a8": ("llama", "float32", "w8a8", _WIDE, None),
+    "engine-mixtral": ("mixtral", "float32", None, {}, None),
+    "engine-qwen3_moe-w4a16": ("qwen3_moe", "float32", "w4a16", {}, None),
     "engine-llama-fp8": ("llama", "float32", "fp8", _WIDE, None),
     "engine-llama-int8-cache": ("llama", "float32", None, _WIDE, "int8"),
     "engine-llama-fp8-cache": ("llama", "float32", None, _WIDE, "fp8"),
