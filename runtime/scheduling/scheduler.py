@@ -112,16 +112,17 @@ class Scheduler:
     def withdraw(self, plan: SchedulerOutput, max_num_tokens: int) -> None:
         """Take back a plan that was not computed, before `advance`, and keep steps to max_num_tokens from now on.
 
-        Sequences that it admitted wait again, and so do those with blocks that it was to copy or had entered in the prefix index, and
-        all of them where drafts may have been read; the others keep what they hold.
+        Sequences that it admitted wait again, and so do those with blocks that it had entered in the prefix index (they would be missed
+        there), and all of them where a drafter may have read the step; the others keep what they hold.
         """
         self.max_num_batched_tokens = max_num_tokens
         targets = {target for _, target in plan.copies}
         broken = [self.kv.forget_unwritten(item.seq, item.start) for item in plan.scheduled]
         for number, item in enumerate(plan.scheduled):
-            admitted = number >= plan.num_resident
-            if admitted or broken[number] or self.speculator is not None or not targets.isdisjoint(item.seq.table.blocks):
+            if number >= plan.num_resident or broken[number] or self.speculator is not None:
                 self._preempt(item.seq)
+            else:
+                assert targets.isdisjoint(item.seq.table.blocks), "only what newcomers share is copied"
 
     def can_plan_ahead(self, plan: SchedulerOutput, draws_alone: Callable[[Sequence], bool]) -> bool:
         """Whether the step behind `plan`, which is under way, can be planned before its tokens are known.

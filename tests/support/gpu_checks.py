@@ -4,6 +4,7 @@ A check is a name and a function that returns a short text (the largest error, s
 a run that is cut short has checked what matters most.
 """
 
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,6 +115,9 @@ def gpu_engine_checks() -> list[Check]:
     for cache in ("int8", "fp8"):
         check = partial(engine_check, "llama", "float32", None, {"device": "cuda"}, wide, cache=cache)
         checks.append(Check(f"engine-llama-float32-{cache}-cache", check))
+    for graphs in ("auto", "off"):
+        check = partial(engine_check, "llama", "float32", None, {"device": "cuda", "cuda_graphs": graphs}, wide, tokens=48, ahead=True)
+        checks.append(Check(f"engine-llama-float32-ahead-graphs-{graphs}", check))
     return checks
 
 
@@ -126,17 +130,19 @@ def engine_check(
     interpreted: bool = False,
     tokens: int = 16,
     cache: str | None = None,
+    ahead: bool = False,
 ) -> str:
     """The engine with `settings` gives the tokens of the engine on the CPU with reference kernels, or differs first at a near-tie.
 
-    cache: "int8" or "fp8" for an engine that is calibrated for such a KV cache.
+    cache: "int8" or "fp8" for an engine that is calibrated for such a KV cache. ahead: record no gaps, which is the host's work, so that
+    steps are planned ahead and replayed.
     """
     with tempfile.TemporaryDirectory() as folder:
         engine_dir = write_tiny_engine(Path(folder), family, dtype, scheme, overrides)
         if cache is not None:
             engine_dir = calibrated(engine_dir, Path(folder) / cache, cache, [[(11 * i) % 300 + 5 for i in range(200)]])
         want = generate(engine_dir, {"device": "cpu", "kernels": "reference"}, tokens)
-        actual = generate(engine_dir, settings, tokens, interpreted)
+        actual = generate(engine_dir, settings, tokens, interpreted, ahead)
     near_tie = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 0.25}[dtype]
     equal = 0
     for i, ((seen, gap), (right, right_gap)) in enumerate(zip(actual, want, strict=True)):
@@ -181,7 +187,9 @@ class _NoText:
         return ""
 
 
-def generate(engine_dir: Path, settings: dict[str, Any], tokens: int, interpreted: bool = False) -> list[tuple[list[int], float]]:
+def generate(
+    engine_dir: Path, settings: dict[str, Any], tokens: int, interpreted: bool = False, ahead: bool = False
+) -> list[tuple[list[int], float]]:
     """Greedy answers to prompts that share a prefix, exceed the token budget and differ in length: (token ids, smallest top-two gap)."""
     from dspark.runtime.engine import Engine
     from dspark.runtime.spec.engine_config import EngineConfig
@@ -191,7 +199,7 @@ def generate(engine_dir: Path, settings: dict[str, Any], tokens: int, interprete
     shared = [(7 * i) % 300 + 5 for i in range(40)]
     prompts = [[11], [5, 6, 7], shared, shared + [9], shared[:33] + [50, 51], [(13 * i) % 300 + 5 for i in range(90)]]
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, kv_cache_memory_bytes=8 << 20, **settings)
-    engine = Engine.from_directory(engine_dir, config, _NoText(), record_gaps=True, interpreted=interpreted)
+    engine = Engine.from_directory(engine_dir, config, _NoText(), record_gaps=not ahead, interpreted=interpreted)
     try:
         for i, prompt in enumerate(prompts):
             engine.add(Request(i, prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)))
@@ -199,9 +207,14 @@ def generate(engine_dir: Path, settings: dict[str, Any], tokens: int, interprete
         if settings.get("kernels") != "reference":
             taken = engine.metrics()["kernels"]
             assert taken["paged_attention"] == "triton", f"the engine did not take the Triton kernels: {taken}"
+        if ahead:
+            metrics = engine.metrics()
+            graphs = metrics["cuda_graphs"]
+            assert metrics["steps_ahead"] > 0, "no step was planned ahead"
+            assert settings.get("cuda_graphs") == "off" or graphs.get("steps_replayed", 0) > 0, f"no step was replayed: {graphs}"
     finally:
         engine.close()
-    return [(list(output.completions[0].token_ids), output.min_top2_gap or 0.0) for output in outputs]
+    return [(list(output.completions[0].token_ids), math.inf if ahead else output.min_top2_gap or 0.0) for output in outputs]
 
 
 def all_checks() -> list[Check]:

@@ -61,6 +61,19 @@ def test_sequences_that_decode_keep_their_blocks() -> None:
     assert executor.num_computed_tokens == 3 * (3 + 11) + 20 + 2
 
 
+def test_what_is_computed_again_is_shared_again() -> None:
+    """A sequence stayed in place though its block had left the prefix index: nobody found its tokens from there on."""
+    computed = []
+    for failures in ((False,), (False, False, True) + (False,) * 90):
+        executor = QueueExecutor(DeferredQueue((0,)), 200, 4, failures=failures)
+        engine = standin_engine(executor, max_num_batched_tokens=16)
+        answers_of(engine, [(0, greedy(0, [1, 2, 3, 4] * 12, max_tokens=4))], 40)
+        before = executor.num_computed_tokens
+        answers_of(engine, [(0, greedy(1, [1, 2, 3, 4] * 12 + [5], max_tokens=4))], 40)
+        computed.append((executor.num_failed, executor.num_computed_tokens - before))
+    assert computed == [(0, 1 + 3), (1, 1 + 3)]
+
+
 def test_no_memory_for_one_token_ends_the_job() -> None:
     executor = QueueExecutor(DeferredQueue((1,)), 64, 4, most_tokens=0)
     engine = standin_engine(executor)
