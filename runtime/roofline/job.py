@@ -6,7 +6,7 @@ less than an even one. (With experts not quite: how many are taken together bend
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 from dspark.runtime.roofline.devices import Device
@@ -86,10 +86,10 @@ def mean_step(tokens: JobTokens, steps: int) -> Step:
 def at_the_limit(shape: ModelShape, device: Device, tokens: JobTokens, limits: Limits) -> JobEstimate:
     """The least time of a job without drafts. Raises ValueError for a device without a rate for the model's arithmetic."""
     steps = num_steps(tokens, limits)
-    times: Counter[str] = Counter()
+    times: defaultdict[str, float] = defaultdict(float)
     for op in step_ops(shape, mean_step(tokens, steps)):
         times[op.name] += device.seconds(op)
-    total = times.total()
+    total = sum(times.values())
     return JobEstimate(steps, tokens.computed_tokens / steps, steps * total, {name: part / total for name, part in times.items()})
 
 

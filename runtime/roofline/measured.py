@@ -11,7 +11,7 @@ of attention also `window` and `kv_dtype` where they are not none and dtype. Eac
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -77,11 +77,11 @@ def measured_job(metrics: Record, shape: ModelShape, device: Device) -> Measured
         raise InputError("the metrics are of a job that computed nothing", "give those of a run that answered lines")
     context = output * (prompt / answered + output / answered / 2)
     job = JobTokens(answered, answered, prompt, cached, output, 0, context)
-    times: Counter[str] = Counter()
+    times: defaultdict[str, float] = defaultdict(float)
     for op in step_ops(shape, mean_step(job, steps)):
         times[device.bound(op)] += device.seconds(op)
     name = f"{steps} steps of {job.computed_tokens / steps:.1f} tokens"
-    return Measured(name, seconds, steps * times.total(), times.most_common(1)[0][0])
+    return Measured(name, seconds, steps * sum(times.values()), max(times, key=lambda bound: times[bound]))
 
 
 def _linear(record: Record) -> Op:
