@@ -11,8 +11,9 @@ import torch
 class Event(Protocol):
     """A place in the queue."""
 
-    def wait(self) -> None:
-        """Block until all work before it is done."""
+    def wait(self) -> float | None:
+        """Block until all work before it is done. Returns the seconds from the end of the work before to the end of its own on the device,
+        None where the device keeps no time."""
 
 
 class DeviceQueue(Protocol):
@@ -26,15 +27,17 @@ class CudaQueue:
     """The current stream: `work` starts kernels and copies behind those that were started before, and waits for none of them."""
 
     def run(self, work: Callable[[], None]) -> Event:
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
         work()
-        event = torch.cuda.Event()
-        event.record()
-        return _CudaEvent(event)
+        ended.record()
+        return _CudaEvent(began, ended)
 
 
 class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        self._began, self._ended = began, ended
 
-    def wait(self) -> None:
-        self._event.synchronize()
+    def wait(self) -> float:
+        self._ended.synchronize()
+        return self._began.elapsed_time(self._ended) / 1e3

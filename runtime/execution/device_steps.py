@@ -31,7 +31,7 @@ class DeviceSampler(Protocol):
 
 
 class DeviceSteps:
-    """Starts steps on a queue.
+    """Starts steps on a queue. device_s: seconds that the device had steps to work on, as far as they were waited for.
 
     Tokens drawn by a step lie in a buffer of the device until the next step's are drawn; that one takes them from there. The queue's order
     keeps both apart.
@@ -39,6 +39,7 @@ class DeviceSteps:
 
     def __init__(self, queue: DeviceQueue, sampler: DeviceSampler, max_rows: int, device: str) -> None:
         self.sampler = sampler
+        self.device_s = 0.0
         self._queue = queue
         self._drawn = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._pin = device.startswith("cuda")
@@ -68,7 +69,11 @@ class DeviceSteps:
             arrived.copy_(tokens, non_blocking=True)
             self._drawn[:rows] = tokens.clamp(min=0)  # -1 ends the job when the host sees it; till then it must be a token
 
-        return DrawnStep(arrived, self._queue.run(work), [(item.seq, item.start + item.num_tokens) for item in sampling])
+        return DrawnStep(arrived, self._queue.run(work), [(item.seq, item.start + item.num_tokens) for item in sampling], self.waited)
+
+    def waited(self, event: Event) -> None:
+        """Wait for an event, and count the device's time."""
+        self.device_s += event.wait() or 0.0
 
     def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Compute a step's logits behind what is queued, and wait for them."""
@@ -78,18 +83,19 @@ class DeviceSteps:
         def work() -> None:
             found.append(compute())
 
-        self._queue.run(work).wait()
+        self.waited(self._queue.run(work))
         return found[0]
 
 
 class DrawnStep:
-    """See `executor.PendingStep`. arrived int64 [rows]: host memory that the device writes before `event`."""
+    """See `executor.PendingStep`. arrived int64 [rows]: host memory that the device writes before `event`. rows: whose tokens they are, and
+    their positions. wait: for the event."""
 
-    def __init__(self, arrived: torch.Tensor, event: Event, rows: list[tuple[RowContext, int]]) -> None:
-        self._arrived, self._event, self._rows = arrived, event, rows
+    def __init__(self, arrived: torch.Tensor, event: Event, rows: list[tuple[RowContext, int]], wait: Callable[[Event], None]) -> None:
+        self._arrived, self._event, self._rows, self._wait = arrived, event, rows, wait
 
     def wait(self) -> StepOutput:
-        self._event.wait()
+        self._wait(self._event)
         tokens = self._arrived.tolist()
         for token, (seq, position) in zip(tokens, self._rows, strict=True):
             if token < 0:

@@ -26,7 +26,8 @@ class ModelRunner:
 
     verify: which of a draft's tokens are kept. steps: where a step's work goes, None for a device that does it at once. record: how steps
     are recorded to be replayed, None to compute all of them (see `graphs`); it needs `steps`, and takes no drafter.
-    forward_s: seconds spent in the model (not in building inputs or sampling); with `steps`, in starting it and in waiting for its logits.
+    forward_s: seconds spent in the model (not in building inputs or sampling); with `steps`, those in which the host started it and waited
+    for its logits, while `steps.device_s` has the device's.
     absorb_s: in the drafter after each step.
     """
 

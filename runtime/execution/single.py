@@ -171,13 +171,15 @@ class SingleExecutor:
             "kv_pool_bytes": self._pool_bytes,
             "cuda_graphs": self._runner.graphs.metrics() if self._runner.graphs is not None else {"off": self._no_graphs},
             **({"step_bytes": self._step_bytes} if self._step_bytes else {}),
-            "forward_s": self._runner.forward_s,
+            "forward_s": (self._steps.device_s if self._steps is not None else 0.0) or self._runner.forward_s,
             "sampling_s": self._runner.sampling_s,
             **(self._governor.metrics() if self._governor is not None else {}),
             **({"draft_s": self._draft_s, "absorb_s": self._runner.absorb_s} if self._runner.drafter is not None else {}),
         }
 
     def reset_counters(self) -> None:
+        if self._steps is not None:
+            self._steps.device_s = 0.0
         self._runner.forward_s = self._runner.sampling_s = self._runner.absorb_s = self._draft_s = 0.0
 
     def shutdown(self) -> None:

@@ -10,13 +10,21 @@ import pytest
 import torch
 from device_queue import DeferredQueue
 from engine_runs import run_requests, texts, tiny_engine
+from host_copies import Copies
 
+from dspark.kernels.reference.elementwise import rotate
 from dspark.runtime.engine import Engine
 from dspark.runtime.execution.device_steps import DeviceSteps, GreedySampler, best_tokens
+from dspark.runtime.execution.forward_batch import build_forward_batch
+from dspark.runtime.execution.loader import load_model
+from dspark.runtime.execution.model_runner import ModelRunner
 from dspark.runtime.execution.single import SingleExecutor
 from dspark.runtime.jobs.tokenizer import load_codec
+from dspark.runtime.kv.pool import allocate_pool
+from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.sampling.draw import argmax_rows
-from dspark.runtime.scheduling.plan import ScheduledSequence
+from dspark.runtime.sampling.sampler import Sampler
+from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.errors import MachineError
@@ -73,7 +81,8 @@ def test_answers_do_not_depend_on_when_they_are_known(engine_dir: Path, options:
     assert run(engine, lines(**options)) == expected
     assert (engine.metrics()["steps_ahead"] > 0) is ahead
     assert queue.most_waiting == (2 if ahead else 1)
-    assert queue.num_given >= engine.metrics()["num_steps"]
+    assert queue.num_given == engine.metrics()["num_steps"], "every step is given to the device as one piece of work"
+    assert engine.metrics()["forward_s"] == pytest.approx(1e-3 * queue.num_given)
 
 
 def test_lines_that_the_host_must_draw_join_lines_that_run_ahead(engine_dir: Path) -> None:
@@ -90,6 +99,40 @@ def test_lines_that_the_host_must_draw_join_lines_that_run_ahead(engine_dir: Pat
     outputs += list(engine.drain())
     assert ahead == 3 and engine.metrics()["steps_ahead"] >= ahead + 1
     assert texts({o.request_id: o for o in outputs}) == texts(run_requests(engine_dir, [*plain, *late]))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_step_is_one_copy_and_asks_the_device_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """A question waits for all that the device has still to do, and one in a layer is asked as often as there are layers. Tensors of the
+    meta device have no answers: they raise. Caches are left to the kernels, which are tested for it on their own."""
+    model = load_model(tiny_engine(tmp_path, family), device="meta", kernels="reference")
+    monkeypatch.setattr(model.kernels, "paged_attention", lambda q, *rest: q.flatten(1))
+    monkeypatch.setattr(model.kernels, "rope_store_kv", _rotated_only)
+    caches = allocate_pool(model.config, 8, 16, torch.float32, "meta")
+    steps = DeviceSteps(DeferredQueue(), GreedySampler(lambda seq: True), 4, "meta")
+    runner = ModelRunner(model, caches, RotaryTables(model.config, 256, "meta"), Sampler(frozenset()), 16, "meta", steps=steps)
+    plan = SchedulerOutput(copies=[(5, 6)])
+    for row, (num_tokens, pending) in enumerate([(9, 0), (1, 1), (1, 0)]):
+        seq = Sequence(Request(row, list(range(5, 5 + num_tokens - pending)) or [5], SamplingParams()), 0, row)
+        seq.table.blocks, seq.num_pending, seq.pending_row = [row], pending, 2
+        seq.num_computed = seq.num_tokens - num_tokens
+        plan.scheduled.append(ScheduledSequence(seq, num_tokens))
+    draw = steps.prepare(plan.sampling)
+    assert draw is not None and plan.scheduled[1].source_row == 2
+    with Copies() as copies:
+        logits = runner.compute(build_forward_batch(plan, 16, "meta"))
+        assert logits is not None
+        tokens = draw(logits)
+    assert tokens.shape == (3,) and tokens.device.type == "meta"
+    assert len(copies.sizes) == 1
+    with pytest.raises(RuntimeError, match="meta"):
+        tokens[0].item()
+
+
+def _rotated_only(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The queries, as `rope_store_kv` gives them, nothing stored."""
+    num_heads, head_dim = rest[6], rest[3].shape[-1]
+    return rotate(qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim)), cos, sin)
 
 
 def test_the_best_token_is_the_hosts() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from host_copies import Copies
 
 from dspark.runtime.execution.forward_batch import build_forward_batch
 from dspark.runtime.execution.staging import stage
@@ -15,21 +13,6 @@ from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.request import Request
 from dspark.runtime.spec.sampling_params import SamplingParams
 from dspark.runtime.speculation.draft import ROOT, Draft
-
-
-class Copies(TorchDispatchMode):
-    """Counts what moves from the host to another device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if isinstance(result, torch.Tensor) and result.device.type == "meta" and any(tensor.device.type == "cpu" for tensor in given):
-            self.sizes.append(sum(tensor.nbytes for tensor in given if tensor.device.type == "cpu"))
-        return result
 
 
 def sequence(num_tokens: int, num_computed: int, blocks: list[int]) -> Sequence:
