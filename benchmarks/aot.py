@@ -92,6 +92,8 @@ class Row:
     shared_bytes: int
     warps: int
     mma: str
+    narrowest_copy: int
+    """Bytes that one thread copies to shared memory at once, at least (cp.async takes 4, 8 or 16); 0 without such copies."""
     seconds: float
 
 
@@ -110,7 +112,6 @@ def record(run: Callable[[], Any], label: str) -> list[Launch]:
 def model_launches(model: ModelShape) -> Iterator[Launch]:
     """Every kernel that a step of this model launches, at decode and at prefill sizes."""
     dtype, heads, kv_heads, dim = model.dtype, model.num_heads, model.num_kv_heads, model.head_dim
-    facts = KernelFacts("cuda", dtype, dim, heads, kv_heads, 16)
 
     def meta(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
@@ -159,11 +160,23 @@ def model_launches(model: ModelShape) -> Iterator[Launch]:
         query = meta(total, heads, dim)
         attend = partial(attention.paged_attention, query, pages, pages, batch, dim**-0.5, window, softcap, steps)
         yield from record(attend, label)
-    for run, label in gemm_runs(model.name, model.hidden, model.intermediate, dtype, facts):
+
+
+def product_launches(model: ModelShape) -> Iterator[Launch]:
+    """The same for matrix products, and the quantization of what goes into them. They do not depend on head_dim."""
+    if model.name.startswith("head_dim"):
+        return
+    facts = KernelFacts("cuda", model.dtype, model.head_dim, model.num_heads, model.num_kv_heads, 16)
+    runs = list(gemm_runs(model.name, model.hidden, model.intermediate, model.dtype, facts))
+    for run, label in runs + (list(moe_runs(model.dtype, facts)) if model is MODELS[0] else []):
         yield from record(run, label)
-    if model is MODELS[0]:
-        for run, label in moe_runs(dtype, facts):
-            yield from record(run, label)
+
+
+PARTS: dict[str, tuple[Callable[[ModelShape], Iterator[Launch]], ...]] = {
+    "all": (model_launches, product_launches),
+    "products": (product_launches,),
+    "rest": (model_launches,),
+}
 
 
 def compile_launch(launch: Launch, arch: int) -> Row:
@@ -194,14 +207,21 @@ def compile_launch(launch: Launch, arch: int) -> Row:
     seconds = time.perf_counter() - start
     registers, stack = resource_usage(compiled.asm["cubin"])
     mma = matrix_instruction(compiled.asm["ptx"])
+    copied = narrowest_copy(compiled.asm["ptx"])
     kernel = launch.kernel.__name__
-    return Row(kernel, launch.label, arch, registers, stack, compiled.metadata.shared, options.get("num_warps", 4), mma, seconds)
+    return Row(kernel, launch.label, arch, registers, stack, compiled.metadata.shared, options.get("num_warps", 4), mma, copied, seconds)
 
 
 def matrix_instruction(ptx: str) -> str:
     """ "mma" or "wgmma" and the type of its operands ("mma s8"), "" where there is none."""
     found = re.search(r"(wgmma|mma)\.(?:mma_async\.)?sync\.[\w.]*?\.(bf16|f16|tf32|s8|e4m3)\.", ptx)
     return f"{found[1]} {found[2]}" if found else ""
+
+
+def narrowest_copy(ptx: str) -> int:
+    """Bytes of the narrowest asynchronous copy to shared memory, 0 where there is none."""
+    sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)[,;]", ptx)
+    return min((int(size, 0) for size in sizes), default=0)
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
@@ -221,13 +241,13 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def table(archs: list[int], only: str = "") -> Iterator[Row]:
+def table(archs: list[int], only: str = "", part: str = "all") -> Iterator[Row]:
     """Compile each different launch of all MODELS for each architecture."""
     for arch in archs:
         seen = set()
         launcher.capability = lambda facts, arch=arch: divmod(arch, 10)
         for model in MODELS:
-            for launch in model_launches(model):
+            for launch in (launch for launches in PARTS[part] for launch in launches(model)):
                 key = (launch.kernel.__name__, tuple(map(_identity, launch.args)), tuple(sorted(launch.config.items())))
                 if key not in seen and only in f"{launch.kernel.__name__} {launch.label}":
                     seen.add(key)
@@ -242,6 +262,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, action="append", help="compute capability as 80 or 90; may be repeated (80, 89 and 90)")
     parser.add_argument("--only", default="", help="only kernels whose name and label contain this text")
+    parser.add_argument("--part", choices=list(PARTS), default="all", help="only matrix products, or only the rest")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
@@ -249,7 +270,7 @@ def main() -> int:
         return 2
     rows = []
     print(f"{'kernel':22} {'shape':40} {'sm':>3} {'regs':>5} {'stack':>6} {'shared':>7} {'warps':>5} {'mma':10} {'s':>5}")
-    for row in table(options.arch or [80, 89, 90], options.only):
+    for row in table(options.arch or [80, 89, 90], options.only, options.part):
         rows.append(row)
         numbers = f"{row.arch:3} {row.registers:5} {row.stack_bytes:6} {row.shared_bytes:7} {row.warps:5}"
         print(f"{row.kernel:22} {row.label:40} {numbers} {row.mma:10} {row.seconds:5.1f}", flush=True)

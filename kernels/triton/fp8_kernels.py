@@ -68,6 +68,8 @@ def fp8_kernel(
     block_scale_at = block_scale_ptr + cols // block_outputs * block_cols
     begin, end = split_range(in_features, BLOCK_K, SPLITS)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if SWAP else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if BLOCKS:  # a step ahead, or every step would wait for its few scales
+        scale = tl.load(block_scale_at + begin // block_inputs, mask=col_mask, other=0.0)
     for k in range(begin, end, BLOCK_K):
         inside = (k + inner < in_features)[None, :]
         if WIDEN:
@@ -79,8 +81,9 @@ def fp8_kernel(
             weight = tl.load(weight_at + k, mask=col_mask[:, None] & inside)
         left, right = (weight, tl.trans(x)) if SWAP else (x, tl.trans(weight))
         if BLOCKS:
-            scale = tl.load(block_scale_at + k // block_inputs, mask=col_mask, other=0.0)
-            acc += tl.dot(left, right, input_precision="ieee") * (scale[:, None] if SWAP else scale[None, :])
+            step = scale
+            scale = tl.load(block_scale_at + (k + BLOCK_K) // block_inputs, mask=col_mask & (k + BLOCK_K < end), other=0.0)
+            acc += tl.dot(left, right, input_precision="ieee") * (step[:, None] if SWAP else step[None, :])
         else:
             acc = tl.dot(left, right, acc, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
     if SWAP:

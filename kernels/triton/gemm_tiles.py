@@ -12,7 +12,7 @@ MAX_SPLIT_ROWS = 32
 WANTED_PROGRAMS = 256
 """Programs that keep a large GPU busy: about two for each of 108 to 142 multiprocessors."""
 MAX_SPLITS = 8
-MIN_SPLIT_STEPS = 4
+MIN_SPLIT_STEPS = 6
 """K steps that a split keeps at least: fewer than its pipeline is deep would only wait."""
 DETERMINISTIC_ROWS = 64
 """Deterministic runs take the tile of this many rows whatever the batch, so that a row's arithmetic never changes."""
@@ -51,14 +51,15 @@ def split(tile: GemmTile, num_rows: int, out_features: int, in_features: int) ->
 
 
 def wna16_tile(num_rows: int, out_features: int, in_features: int, depth: int, itemsize: int, deterministic: bool) -> GemmTile:
-    """Few rows: bound by reading the weight, so narrow tiles that make many programs. Many rows: bound by the tensor cores."""
+    """Few rows: bound by reading the weight, so tiles that give every thread 16 bytes of 4-bit codes a step, and splits that make many
+    programs. Many rows: bound by the tensor cores."""
     rows = DETERMINISTIC_ROWS if deterministic else num_rows
     if itemsize == 4:  # plain float32 multiply-adds: small tiles keep the accumulator in registers
         return split(GemmTile(16 if rows <= 16 else 32, 32, min(depth, 32), 4, 2), rows, out_features, in_features)
     if rows <= 16:
-        return split(GemmTile(16, 32 if out_features <= 8192 else 64, depth, 4, 4), rows, out_features, in_features)
+        return split(GemmTile(16, 64 if depth >= 64 else 128, depth, 4, 6), rows, out_features, in_features)
     if rows <= 32:
-        return split(GemmTile(32, 64, depth, 4, 3), rows, out_features, in_features)
+        return split(GemmTile(32, 64 if depth >= 64 else 128, depth, 4, 5), rows, out_features, in_features)
     if rows <= 64:
         return GemmTile(64, 64, depth, 4, 3)
     return GemmTile(128, 128, min(depth, 32), 8, 3)

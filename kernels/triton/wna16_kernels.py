@@ -70,6 +70,12 @@ def wna16_kernel(
     words_at = qweight_ptr + word.to(tl.int64)[:, None] * out_features + col[None, :]
     begin, end = split_range(in_features, BLOCK_K, SPLITS)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # scales and zeros are too narrow for asynchronous copies: they are loaded a step ahead, or every step would wait for them
+    scale_at, zero_at = group_scales_ptr + col, zeros_ptr + col
+    first = (begin // group_size).to(tl.int64) * out_features if SPLITS > 1 else 0
+    scale = tl.load(scale_at + first, mask=col_mask, other=0.0)
+    if HAS_ZEROS:
+        zero = tl.load(zero_at + first, mask=col_mask, other=0)
     for k in range(begin, end, BLOCK_K):
         inside = k + inner < in_features
         if HAS_PERM:
@@ -82,13 +88,15 @@ def wna16_kernel(
         words = tl.load(words_at + first_word.to(tl.int64) * out_features, mask=word_mask, other=0)
         codes = (words[:, None, :] >> lane_shift[None, :, None]) & MAX_CODE
         codes = tl.reshape(codes, [BLOCK_K, BLOCK_N])
-        group = (k // group_size).to(tl.int64)
-        scale = tl.load(group_scales_ptr + group * out_features + col, mask=col_mask, other=0.0).to(tl.float32)
+        row = ((k + BLOCK_K) // group_size).to(tl.int64) * out_features
+        ahead = col_mask & (k + BLOCK_K < end)
+        step = scale.to(tl.float32)[None, :]
+        scale = tl.load(scale_at + row, mask=ahead, other=0.0)
         if HAS_ZEROS:
-            zero = tl.load(zeros_ptr + group * out_features + col, mask=col_mask, other=0).to(tl.float32)
-            weight = (codes.to(tl.float32) - zero[None, :]) * scale[None, :]
+            weight = (codes.to(tl.float32) - zero.to(tl.float32)[None, :]) * step
+            zero = tl.load(zero_at + row, mask=ahead, other=0)
         else:
-            weight = (codes - (1 << (BITS - 1))).to(tl.float32) * scale[None, :]
+            weight = (codes - (1 << (BITS - 1))).to(tl.float32) * step
         acc += tl.dot(x, weight.to(x.dtype), input_precision="ieee")
     store_tile(
         acc, source, target, col, row_mask, col_mask, row_scale_ptr, scale_ptr, bias_ptr, out_ptr, num_rows, out_features, out_stride,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_moe_checks import KINDS, stacks
+from expert_cases import KINDS, stacks
 
 from dspark.kernels.experts import ExpertWeights
 from dspark.kernels.facts import KernelFacts

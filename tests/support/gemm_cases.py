@@ -130,6 +130,19 @@ _SHAPES["silu_and_mul_quantize"] = {
     for kind in ("int8", "fp8", "fp8 static")
     for tokens, width in ((0, 64), (3, 77), (1, 5000))
 }
+_LARGE: list[tuple[str, str, dict[str, Any]]] = [
+    (op, f"{name}_{rows}", {"num_tokens": rows, "in_features": 4096, "out_features": 1024, **shape})
+    for rows in (1, 32, 64, 300)
+    for op, name, shape in (
+        ("make_int8_linear", "llama", {}),
+        ("make_fp8_linear", "llama_channels", {}),
+        ("make_fp8_linear", "llama_dynamic", {"inputs": "dynamic"}),
+        ("make_fp8_linear", "llama_blocks_dynamic", {"inputs": "dynamic", "block": (128, 128)}),
+        ("make_wna16_linear", "llama_act_order", {"group_size": 128}),
+    )
+]
+LARGE_GEMM_CASES: list[Case] = [Case(op, name, _MAKERS[op], shape) for op, name, shape in _LARGE]
+"""Shapes at which every launch configuration is met, splits of K among them."""
 GEMM_CASES: dict[str, list[Case]] = {
     op: [Case(op, name, _MAKERS[op], shape) for name, shape in shapes.items()] for op, shapes in _SHAPES.items()
 }

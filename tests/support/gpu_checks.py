@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expert_cases import KINDS, close, expert_layer_inputs, on_device, stacks
+from gemm_cases import GEMM_CASES, LARGE_GEMM_CASES
 from kernel_cases import (
     CASES,
     Case,
@@ -78,10 +80,33 @@ def no_gpu_reason() -> str | None:
 
 def gpu_kernel_checks() -> list[Check]:
     """Every Triton kernel on the device: all edge shapes in bf16, then the large ones, then fp16, random shapes and fp32."""
-    edge = [case for op in _OPS_BY_VALUE for case in CASES[op]]
+    edge = _edge_cases()
     randoms = random_cases("paged_attention", 11, 12) + random_cases("make_wna16_linear", 12, 12)
-    wanted = [(edge, BF16), (LARGE_CASES, BF16), (edge, FP16), (LARGE_CASES, FP16), (randoms, BF16), (edge, FP32)]
-    return [Check(f"{case}-{_short(dtype)}", partial(kernel_check, case, dtype)) for cases, dtype in wanted for case in cases]
+    large = LARGE_CASES + LARGE_GEMM_CASES
+    wanted = [(edge, BF16), (large, BF16), (edge, FP16), (large, FP16), (randoms, BF16), (edge, FP32)]
+    checks = [Check(f"{case}-{_short(dtype)}", partial(kernel_check, case, dtype)) for cases, dtype in wanted for case in cases]
+    return checks + [
+        Check(f"make_grouped_experts-{kind.replace(' ', '_')}_{tokens}-{_short(dtype)}", partial(experts_check, kind, tokens, dtype))
+        for kind in KINDS
+        for tokens, dtype in ((1, BF16), (70, BF16), (300, FP16))
+    ]
+
+
+def _edge_cases() -> list[Case]:
+    return [case for op in _OPS_BY_VALUE for case in CASES[op]] + [case for cases in GEMM_CASES.values() for case in cases]
+
+
+def experts_check(kind: str, tokens: int, dtype: torch.dtype) -> str:
+    """All experts in one launch on the device against the loop on the CPU."""
+    weights, (x, logits) = stacks(kind, dtype, 1, 8, 256, 128), expert_layer_inputs(dtype, tokens, 8, 256)
+    case = Case("make_grouped_experts", kind, stacks)
+    assert decline_reason("triton", case.op, case.facts(dtype, "cuda")) is None
+    want = implementation("reference", case.op)(*weights, "silu", case.facts(dtype))(x, logits, 2, True)
+    layer = implementation("triton", case.op)(*map(on_device, weights), "silu", case.facts(dtype, "cuda"))
+    actual = layer(x.cuda(), logits.cuda(), 2, True)
+    torch.cuda.synchronize()
+    close(kind, dtype, actual.cpu(), want)
+    return f"max error {_largest_error(actual.cpu(), want):.1e}"
 
 
 def kernel_check(case: Case, dtype: torch.dtype) -> str:
@@ -107,6 +132,10 @@ def gpu_engine_checks() -> list[Check]:
         ("mistral", "float32", None, {}),
         ("qwen2", "float32", None, {}),
         ("llama", "float16", "w8a16", wide),
+        ("llama", "float32", "w8a8", wide),
+        ("llama", "bfloat16", "fp8", wide),
+        ("mixtral", "float32", None, {}),
+        ("qwen3_moe", "float32", "w4a16", {}),
     ]
     checks = []
     for family, dtype, scheme, overrides in table:
@@ -220,7 +249,7 @@ def generate(
 def all_checks() -> list[Check]:
     """Kernels in bf16 at edge and large shapes, the engines, then the rest."""
     kernels, engines = gpu_kernel_checks(), gpu_engine_checks()
-    first = sum(len(CASES[op]) for op in _OPS_BY_VALUE) + len(LARGE_CASES)
+    first = len(_edge_cases()) + len(LARGE_CASES) + len(LARGE_GEMM_CASES)
     return [*kernels[:first], *engines, *kernels[first:]]
 
 
