@@ -50,7 +50,8 @@ class BlockLearner:
             found, overlap = sequence_loss(self._draft, self._vocabulary, states, rows, self._final(index))
             lengths.append(expected_lengths(rows, overlap, len(anchors), self._config.block_size))
             sums, weight = sums + found, weight + float(rows.weight.sum())
-        terms = dict(zip(("ce", "tv", "confidence"), (sums / weight).tolist(), strict=True))
+        ce, tv, confidence = (sums / weight).tolist()
+        terms = {"ce": ce, "tv": tv, "confidence": confidence, "loss": CE_WEIGHT * ce + TV_WEIGHT * tv + CONFIDENCE_WEIGHT * confidence}
         return float(torch.cat(lengths).mean()), terms
 
     def _anchors(self, index: int, stream: int) -> torch.Tensor:

@@ -20,7 +20,8 @@ CHECKPOINT_NAME = "training.safetensors"
 @dataclass
 class TrainingState:
     """tensors: parameters, both moments and the best parameters, each as `kind/name`. step: steps done; total_steps: the plan's, and the
-    schedule of the learning rate; elapsed_s: spent on training, in all runs. best_tau: of `best/`; looks_since_best: evaluations since.
+    schedule of the learning rate; elapsed_s: spent on training, in all runs. best_tau: of `best/`; least_loss: seen on the
+    held-out lines; looks_since_gain: evaluations since either got better.
     history: one entry for each evaluation."""
 
     tensors: dict[str, torch.Tensor]
@@ -29,7 +30,8 @@ class TrainingState:
     elapsed_s: float = 0.0
     best_tau: float = 0.0
     best_step: int = 0
-    looks_since_best: int = 0
+    least_loss: float = float("inf")
+    looks_since_gain: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def part(self, kind: str) -> dict[str, torch.Tensor]:

@@ -21,7 +21,8 @@ class Learner(Protocol):
         the step's first line among all lines of all steps, which decides what is drawn at random."""
 
     def held_out(self) -> tuple[float, dict[str, float]]:
-        """tau (tokens that a round is expected to bring on the held-out lines, larger is better) and their mean losses by name."""
+        """tau (tokens that a round is expected to bring on the held-out lines, larger is better) and their mean losses by name,
+        "loss" the sum that is trained on."""
 
 
 def seeded(seed: int, *parts: int) -> torch.Generator:

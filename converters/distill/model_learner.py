@@ -60,7 +60,9 @@ class ModelLearner:
             chances = accepted if line.request.params.is_greedy else overlap
             lengths.append(chain_lengths(chances[line.prompt_len - 1 :], self._options.block_size))
             sums, total = sums + found, total + float(weight.sum())
-        return float(torch.cat(lengths).mean()), dict(zip(TERMS, (sums / total).tolist(), strict=True))
+        terms = dict(zip(TERMS, (sums / total).tolist(), strict=True))
+        terms["loss"] = float((self._factors * sums).sum()) / total
+        return float(torch.cat(lengths).mean()), terms
 
     def _weights(self, index: int) -> torch.Tensor:
         """Of each place of a line that has a token behind it [T - 1]."""

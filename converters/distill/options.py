@@ -29,7 +29,8 @@ class DistillOptions:
     each, learning_rate (None for LEARNING_RATES) after a linear warm-up over warm_up_share of the steps and a cosine to 0 from there,
     gradients' norm at most clip_norm. ce_weight, kl_weight, tv_weight: what a draft model's loss is made of (a head's is the recipe's);
     prompt_weight: of a prompt's tokens in it, an answer's weigh 1. evaluations: how often the held-out lines are looked at; patience: that
-    many looks without a better one end it. checkpoint_s: seconds between two checkpoints. memory_bytes: features beyond that lie in a file.
+    many looks in a row without a longer expected length or a smaller loss end it. checkpoint_s: seconds between two checkpoints.
+    memory_bytes: features beyond that lie in a file.
     """
 
     budget_s: float | None = None

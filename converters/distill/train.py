@@ -87,7 +87,7 @@ class Trainer:
         began = saved = self._clock()
         earlier_s, loss, stopped, first_s = state.elapsed_s, math.nan, "steps", 0.0
         while state.step < state.total_steps:
-            if state.looks_since_best >= options.patience:
+            if state.looks_since_gain >= options.patience:
                 stopped = "no further gain"
                 break
             if deadline_s is not None and state.step and self._clock() >= deadline_s:
@@ -151,12 +151,13 @@ class Trainer:
     def _look(self, state: TrainingState, loss: float) -> None:
         """Measure the held-out lines, at the same anchors each time, and keep the weights if they are the best so far."""
         tau, terms = self._learner.held_out()
+        gains = tau > state.best_tau or terms["loss"] < state.least_loss
+        state.looks_since_gain = 0 if gains else state.looks_since_gain + 1
+        state.least_loss = min(state.least_loss, terms["loss"])
         state.history.append({"step": state.step, "loss": None if math.isnan(loss) else loss, "tau": tau, "held_out": terms})
         if state.step == 0 or tau > state.best_tau:
-            state.best_tau, state.best_step, state.looks_since_best = tau, state.step, 0
+            state.best_tau, state.best_step = tau, state.step
             state.tensors |= {f"best/{name}": tensor.detach().clone() for name, tensor in self.parameters.items()}
-        else:
-            state.looks_since_best += 1
 
     # ------------------------------------------------------------------------------------------------------------ checkpoints
 
