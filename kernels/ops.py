@@ -70,7 +70,7 @@ class Kernels:
         """(x [T, H], weight [H], eps, InputFormat): rms_norm, as the codes that the next linear takes"""
         self.add_rms_norm_quantize: Callable[..., tuple[QuantizedRows, torch.Tensor]] = bound["add_rms_norm_quantize"]
         """(x [T, H], residual [T, H], weight [H], eps, InputFormat) -> (codes, new residual)"""
-        self.silu_and_mul_quantize: Callable[[torch.Tensor, InputFormat], QuantizedRows] = bound["silu_and_mul_quantize"]
+        self.silu_and_mul_quantize: Callable[..., QuantizedRows] = bound["silu_and_mul_quantize"]
         """(gate_up [T, 2 * I], InputFormat)"""
         self.moe_mlp: Callable[..., torch.Tensor] = bound["moe_mlp"]
         """(x [T, H], router_logits [T, E], E functions [n, H] -> [n, H], top_k, renormalize) -> [T, H]: experts times their shares"""

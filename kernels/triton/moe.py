@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from dspark.kernels.wna16 import Wna16Weight
 
 Rows = torch.Tensor | QuantizedRows
 COMBINE_BLOCK = 1024
-_ACTIVATIONS = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], Rows]] = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
 
 
 def supports(op: str, facts: KernelFacts) -> str | None:
@@ -41,17 +42,15 @@ def supports(op: str, facts: KernelFacts) -> str | None:
 def make_grouped_experts(gate_up: ExpertWeights, down: ExpertWeights, activation: str, facts: KernelFacts) -> MoeFn:
     """See `kernels.reference.moe`. Dense weights, wna16 without perm, int8 and fp8. Raises ValueError as the linears of each do."""
     up, into = _GroupedProduct(gate_up, facts), _GroupedProduct(down, facts)
-    num_experts = gate_up.num_experts
+    num_experts, act = gate_up.num_experts, _ACTIVATIONS[activation]
+    if activation == "silu" and into.takes is not None:
+        act = partial(silu_and_mul_quantize, inputs=into.takes)
 
     def experts(x: torch.Tensor, router_logits: torch.Tensor, top_k: int, renormalize: bool) -> torch.Tensor:
         shares, ids = route(router_logits, top_k, renormalize)
         pairs, starts = sorted_by_expert(ids, num_experts)
-        hidden: Rows = up(x, ExpertRows(GATHER, pairs, starts, top_k))
-        if activation == "silu" and into.takes is not None:
-            hidden = silu_and_mul_quantize(hidden, into.takes)
-        else:
-            hidden = _ACTIVATIONS[activation](hidden)
-        return combine(into(hidden, ExpertRows(SCATTER, pairs, starts, top_k)), shares)
+        hidden = up(x, ExpertRows(GATHER, pairs, starts, top_k))
+        return combine(into(act(hidden), ExpertRows(SCATTER, pairs, starts, top_k)), shares)
 
     return experts
 
@@ -86,7 +85,8 @@ class _GroupedProduct:
         self._scales: torch.Tensor | None = None
         self._config: dict[str, Any] = {}
         self._prepare: Callable[[Any], Any] = lambda x: x
-        self.out_features, self._depth = (int(like.shape[0]), 64) if isinstance(like, torch.Tensor) else (like.out_features, 64)
+        self.out_features = int(like.shape[0] if isinstance(like, torch.Tensor) else like.out_features)
+        self._depth = 64
         if isinstance(like, torch.Tensor):
             self._own: tuple[Any, ...] = (tensors["weight"],)
         elif isinstance(like, Wna16Weight):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from dspark.kernels.ops import InputFormat, Kernels, Rows
+from dspark.kernels.ops import InputFormat, Kernels
 from dspark.runtime.layers.weights import WeightSource
 
 
@@ -36,7 +37,8 @@ class ResidualStep:
     kernels: Kernels
     inputs: InputFormat | None = None
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """The next block's input is codes where `inputs` asks for them: `Rows`."""
         if self.post_norm is not None:
             x = self.kernels.rms_norm(x, self.post_norm, self.eps)
         if self.multiplier != 1.0:
