@@ -12,11 +12,14 @@ from dspark.kernels.triton.codes_kernels import widen
 
 @triton.jit
 def _on_path(depth, path):
-    """The node at each depth [BLOCK_N] of a path, a mask of 64 bits; 0 past its end."""
-    node = tl.arange(0, 64)
-    is_on = ((path >> node.to(tl.int64)) & 1).to(tl.int32)
-    is_it = (is_on[None, :] != 0) & ((tl.cumsum(is_on, 0) - 1)[None, :] == depth[:, None])
-    return tl.sum(tl.where(is_it, node[None, :], 0), axis=1)
+    """The node at each depth [BLOCK_N] of a path, a mask of 63 bits; 0 past its end."""
+    chosen = depth * 0
+    next_depth = tl.sum(chosen, 0)
+    for node in range(63):
+        is_on = ((path >> node) & 1).to(tl.int32)
+        chosen = tl.where((depth == next_depth) & (is_on != 0), node, chosen)
+        next_depth += is_on
+    return chosen
 
 
 @triton.jit

@@ -96,7 +96,8 @@ def deterministic_tile(group: int, block_d: int, itemsize: int, coded: bool) -> 
     if itemsize == 4:
         return tiles.decode_tile(group, block_d, itemsize)
     rows = max(64 if block_d <= 128 else 32, tiles.next_power_of_two(group))
-    return tiles.AttentionTile(rows, 64 if block_d <= (64 if coded else 128) else 32, 4, 2)
+    keys = 64 if block_d <= (64 if coded else 128) else 32
+    return tiles.AttentionTile(rows, keys, 8, 2)  # 4 warps would spill: they hold two sums of all rows
 
 
 def choose_split(shape: AttentionShape, query_tiles: int, keys: int, key_tile: int) -> int:

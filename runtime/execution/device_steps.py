@@ -26,8 +26,9 @@ class DeviceSampler(Protocol):
     def draws_alone(self, seq: RowContext) -> bool:
         """Whether a row's token can be drawn without its newest token's being known to the host."""
 
-    def prepare(self, rows: Sequence[RowContext]) -> Draw | None:
-        """What draws these rows, or None when the host must. The rows' options are read now: the sequences change before it is called."""
+    def prepare(self, rows: Sequence[RowContext], positions: Sequence[int]) -> Draw | None:
+        """What draws these rows, or None when the host must. positions: of the tokens to draw. The rows' options are read now: they change
+        before it is called."""
 
 
 class DeviceSteps:
@@ -48,7 +49,7 @@ class DeviceSteps:
         """What draws the step's tokens on the device, None when the host must. A step that draws none draws alone."""
         if any(item.draft is not None for item in sampling):
             return None
-        return self.sampler.prepare([item.seq for item in sampling])
+        return self.sampler.prepare([item.seq for item in sampling], [item.start + item.num_tokens for item in sampling])
 
     def fed(self, batch: ForwardBatch) -> torch.Tensor:
         """The batch's tokens int64 [T], those that the step before drew in their places (part of a step's work)."""
@@ -112,7 +113,7 @@ class GreedySampler:
     def draws_alone(self, seq: RowContext) -> bool:
         return self._takes_the_best(seq)
 
-    def prepare(self, rows: Sequence[RowContext]) -> Draw | None:
+    def prepare(self, rows: Sequence[RowContext], positions: Sequence[int]) -> Draw | None:
         return best_tokens if all(self._takes_the_best(seq) for seq in rows) else None
 
 

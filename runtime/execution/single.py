@@ -12,7 +12,7 @@ import torch
 
 from dspark.kernels.cpu.threads import start_pools
 from dspark.runtime.execution.device_queue import CudaQueue, DeviceQueue
-from dspark.runtime.execution.device_steps import DeviceSteps, GreedySampler
+from dspark.runtime.execution.device_steps import DeviceSampler, DeviceSteps, GreedySampler
 from dspark.runtime.execution.executor import PendingStep, StepTooLargeError
 from dspark.runtime.execution.graphs import CudaRecorder, Record, why_not
 from dspark.runtime.execution.loader import load_model, resolve_device
@@ -23,6 +23,7 @@ from dspark.runtime.execution.spinning import governor_for
 from dspark.runtime.kv.pool import allocate_pool, bytes_per_block
 from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder
+from dspark.runtime.sampling.device import DeviceRows, device_rows_for
 from dspark.runtime.sampling.sampler import RowContext, Sampler, takes_the_best
 from dspark.runtime.scheduling.plan import SchedulerOutput
 from dspark.runtime.scheduling.sequence import Sequence
@@ -79,12 +80,16 @@ class SingleExecutor:
             kv_cache_dtype=config.kv_cache_dtype,
         )
         dtype = model.kernels.facts.kv_dtype
-        sampler = Sampler(frozenset(manifest.model.eos_token_ids), record_gaps)
+        eos = frozenset(manifest.model.eos_token_ids)
+        device_rows = device_rows_for(model.kernels, eos)
+        sampler = Sampler(eos, record_gaps, device_rows)
         drafter = build_drafter(model, sampler, max_model_len) if build_drafter is not None else None
         block_bytes = bytes_per_block(manifest.model, config.block_size, dtype) + (drafter.bytes_per_block if drafter else 0)
         self._rope = RotaryTables(manifest.model, max_model_len, self.device)
         queue = CudaQueue() if queue is None and self.device == "cuda" else queue
-        self._steps = DeviceSteps(queue, _device_sampler(record_gaps), config.max_num_seqs, self.device) if queue is not None else None
+        self._steps = (
+            DeviceSteps(queue, _device_sampler(record_gaps, device_rows), config.max_num_seqs, self.device) if queue is not None else None
+        )
         verify = verify_rejection if config.speculative_sampling == "rejection" else verify_coupled
 
         def runner(num_blocks: int, drafter: Drafter | None, record: Record | None) -> ModelRunner:
@@ -167,6 +172,7 @@ class SingleExecutor:
             "dtype": self._dtype,
             "threads": self.threads,
             "kernels": {op: choice["taken"] for op, choice in self._runner.model.kernels.explain().items()},
+            "drawn_on": "host" if self._runner.sampler.device_rows is None else "device",
             "kv_cache_dtype": self._cache_dtype,
             "kv_pool_bytes": self._pool_bytes,
             "cuda_graphs": self._runner.graphs.metrics() if self._runner.graphs is not None else {"off": self._no_graphs},
@@ -193,8 +199,10 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _device_sampler(record_gaps: bool) -> GreedySampler:
-    """Gaps are the host's."""
+def _device_sampler(record_gaps: bool, device_rows: DeviceRows | None) -> DeviceSampler:
+    """What draws a step's tokens without waiting. Gaps are waited for."""
+    if device_rows is not None and not record_gaps:
+        return device_rows
 
     def takes(seq: RowContext) -> bool:
         return not record_gaps and takes_the_best(seq)

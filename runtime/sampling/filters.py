@@ -35,7 +35,7 @@ def probabilities(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
     if top_p < 1.0:
         kept = torch.where(keep, probs, 0.0)
         mass_before = kept[order].cumsum(-1, dtype=torch.float64) - kept[order]
-        keep[order[mass_before >= top_p * kept.sum(dtype=torch.float64)]] = False
+        keep[order] &= mass_before < top_p * kept.sum(dtype=torch.float64)
     if min_p > 0.0:
         keep &= probs >= min_p * probs.max()
     kept = torch.where(keep, probs, 0.0)

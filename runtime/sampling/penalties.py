@@ -10,8 +10,13 @@ from dspark.runtime.spec.sampling_params import SamplingParams
 def repetition_penalty(logits: np.ndarray, seen: np.ndarray, penalty: float) -> None:
     """Divide the positive and multiply the negative logits of the seen ids (prompt and answer), in place (Keskar et al. 2019, CTRL)."""
     values = logits[seen]
-    factor = np.float32(min(max(penalty, 1e-30), 1e30))  # beyond, float32 logits become infinite and the row has no distribution
+    factor = usable_penalty(penalty)
     logits[seen] = np.where(values > 0, values / factor, values * factor)
+
+
+def usable_penalty(penalty: float) -> np.float32:
+    """A repetition penalty as float32. Beyond these bounds logits become infinite and the row has no distribution."""
+    return np.float32(min(max(penalty, 1e-30), 1e30))
 
 
 def occurrence_penalties(logits: np.ndarray, generated: np.ndarray, presence: float, frequency: float) -> None:
@@ -29,6 +34,13 @@ def add_bias(logits: np.ndarray, bias: tuple[tuple[int, float], ...]) -> None:
 def forbid(logits: np.ndarray, token_ids: list[int]) -> None:
     """Make tokens impossible, in place."""
     logits[token_ids] = -np.inf
+
+
+def forbidden_ids(params: SamplingParams, num_output: int, eos_token_ids: frozenset[int]) -> list[int]:
+    """The tokens that end an answer, where min_tokens does not let it end yet."""
+    if num_output >= params.min_tokens:
+        return []
+    return sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids)))
 
 
 def changes_logits(params: SamplingParams, num_output: int) -> bool:
@@ -53,6 +65,4 @@ def process_row(logits: np.ndarray, params: SamplingParams, token_ids: list[int]
         occurrence_penalties(logits, np.asarray(token_ids[prompt_len:]), params.presence_penalty, params.frequency_penalty)
     if params.logit_bias:
         add_bias(logits, params.logit_bias)
-    if num_output < params.min_tokens:
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
-        forbid(logits, sorted(ends))
+    forbid(logits, forbidden_ids(params, num_output, eos_token_ids))

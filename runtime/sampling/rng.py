@@ -28,6 +28,15 @@ def row_key(draw_key: int, sample_index: int, position: int, stream: int = TOKEN
     return xxhash.xxh3_64_intdigest(struct.pack("<QQQQ", draw_key & (2**64 - 1), draw_key >> 64, which, position))
 
 
+def uniform(key: int) -> float:
+    """One number in (0, 1) of a key, 53 bits: of the generator's first output."""
+    mask = 2**64 - 1
+    z = (key + GAMMA) & mask
+    z = (z ^ z >> 30) * MIX_1 & mask
+    z = (z ^ z >> 27) * MIX_2 & mask
+    return (((z ^ z >> 31) >> 11) + 0.5) * 2.0**-53
+
+
 def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 

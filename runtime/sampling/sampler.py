@@ -4,33 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from dspark.kernels.cpu.views import KINDS, as_array
+from dspark.runtime.sampling.device import DeviceRows, DraftColumns, DrawnRows
 from dspark.runtime.sampling.draw import argmax_rows, draw_rows, top2_gaps
 from dspark.runtime.sampling.filters import usable_temperature
 from dspark.runtime.sampling.penalties import changes_logits, process_row
 from dspark.runtime.sampling.rng import row_key
+from dspark.runtime.sampling.rows import RowContext as RowContext
 from dspark.runtime.spec.errors import MachineError
-from dspark.runtime.spec.request import Request
-
-
-class RowContext(Protocol):
-    """What a row's draw depends on besides its logits: a sequence, or one with draft tokens behind it."""
-
-    request: Request
-    index: int
-    prompt_len: int
-
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_output_tokens(self) -> int: ...
 
 
 @dataclass
@@ -49,17 +34,22 @@ class Sampler:
     """Greedy choice and random draws over the processed distribution.
 
     The draw is an exponential race: the token with the smallest E / p, which is the largest log p + Gumbel noise.
+    device_rows: where rows are drawn instead of on the host, if anywhere.
     """
 
-    def __init__(self, eos_token_ids: frozenset[int], record_gaps: bool = False) -> None:
+    def __init__(self, eos_token_ids: frozenset[int], record_gaps: bool = False, device_rows: DeviceRows | None = None) -> None:
         self.eos_token_ids = eos_token_ids
         self.record_gaps = record_gaps
+        self.device_rows = device_rows
 
     def sample(self, logits: torch.Tensor, sequences: Sequence[RowContext]) -> tuple[list[int], list[float] | None]:
         """logits [rows, V] (any float type, changed in place), row i for sequences[i] -> a token per row, and top-two gaps if recorded.
 
         Raises MachineError for a row with a NaN or without a finite best logit: any token for it would be an invented one.
         """
+        if self.device_rows is not None:
+            drawn, _ = self.drawn_on_device(self.device_rows, logits, sequences)
+            return drawn.tokens.tolist(), drawn.gaps.tolist() if self.record_gaps else None
         if not self.record_gaps and all(takes_the_best(seq) for seq in sequences):
             stored = logits if logits.dtype in KINDS else logits.float()
             return _checked(argmax_rows(as_array(stored.cpu())), sequences).tolist(), None
@@ -75,11 +65,22 @@ class Sampler:
         _checked(tokens, sequences)
         return wide, tokens, top2_gaps(wide, tokens).tolist() if self.record_gaps else None
 
-    def sample_drafts(self, logits: torch.Tensor, sequences: Sequence[RowContext]) -> tuple[list[int], np.ndarray]:
+    def sample_drafts(self, logits: torch.Tensor, sequences: Sequence[RowContext]) -> tuple[list[int], torch.Tensor]:
         """The same draw for rows that a draft model made: -1 instead of an error where none of its tokens is possible, and the rows
-        float32 [rows, V] as the request's options left them."""
+        float32 [rows, V] as the request's options left them, where they were drawn."""
+        if self.device_rows is not None:
+            drawn, rows = self.device_rows.draw(logits, sequences)
+            return drawn.tokens.tolist(), rows.float()
         wide, tokens = self._best(logits, sequences)
-        return self._drawn(wide, tokens, sequences), wide
+        return self._drawn(wide, tokens, sequences), torch.from_numpy(wide)
+
+    def drawn_on_device(
+        self, device_rows: DeviceRows, logits: torch.Tensor, sequences: Sequence[RowContext], drafts: DraftColumns | None = None
+    ) -> tuple[DrawnRows, torch.Tensor]:
+        """`DeviceRows.draw`. Raises as `sample` does."""
+        drawn, rows = device_rows.draw(logits, sequences, self.record_gaps, drafts)
+        _checked(drawn.tokens, sequences)
+        return drawn, rows
 
     def _best(self, logits: torch.Tensor, sequences: Sequence[RowContext]) -> tuple[np.ndarray, np.ndarray]:
         """Rows on the host with the requests' options applied, and the best token of each, -1 where there is none."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dspark.runtime.sampling.device import DeviceRows, DraftColumns
 from dspark.runtime.sampling.filters import usable_temperature
 from dspark.runtime.sampling.reject import DraftRows, reject_rows
 from dspark.runtime.sampling.rng import ACCEPTANCE, REPLACEMENTS, row_key
@@ -30,6 +31,8 @@ def verify_rejection(sampler: Sampler, logits: torch.Tensor, sampling: list[Sche
     if all(item.seq.request.params.is_greedy for item in sampling):
         return verify_coupled(sampler, logits, sampling)
     contexts = [row for item in sampling for row in rows_of(item)]
+    if sampler.device_rows is not None:
+        return _verified_on_device(sampler, sampler.device_rows, logits, sampling, contexts)
     rows, best, gaps = sampler.rows(logits, contexts)
     drafts = draft_rows(sampling, contexts, rows.shape[1])
     accepted, follows = reject_rows(rows, best, drafts)
@@ -38,6 +41,45 @@ def verify_rejection(sampler: Sampler, logits: torch.Tensor, sampling: list[Sche
         tokens = [*(item.draft.token_ids[:kept] if item.draft else ()), follow]
         gained.append(Verified(tokens, gaps[first : first + kept + 1] if gaps else None, tuple(range(kept))))
     return gained
+
+
+def _verified_on_device(
+    sampler: Sampler, device_rows: DeviceRows, logits: torch.Tensor, sampling: list[ScheduledSequence], contexts: list[RowContext]
+) -> list[Verified]:
+    """The same where the logits are: every row says whether its draft token is kept and what follows if not, and one copy brings it all."""
+    drawn, _ = sampler.drawn_on_device(device_rows, logits, contexts, draft_columns(sampling))
+    gained, first = [], 0
+    for item in sampling:
+        length, kept = len(item.draft) if item.draft else 0, 0
+        while kept < length and drawn.is_kept[first + kept]:
+            kept += 1
+        tokens = [*(item.draft.token_ids[:kept] if item.draft else ()), int(drawn.tokens[first + kept])]
+        gaps = drawn.gaps[first : first + kept + 1].tolist() if sampler.record_gaps else None
+        gained.append(Verified(tokens, gaps, tuple(range(kept))))
+        first += length + 1
+    return gained
+
+
+def draft_columns(sampling: list[ScheduledSequence]) -> DraftColumns:
+    """The sequences' drafts beside their rows: a sequence's last row has none."""
+    tokens: list[int] = []
+    sources: list[int] = []
+    drawn_from: list[torch.Tensor] = []
+    num_drawn = 0
+    for item in sampling:
+        draft = item.draft
+        if draft:
+            assert draft.parents is None, "the rejection rule verifies chains"
+            has_source = draft.distributions is not None and not item.seq.request.params.is_greedy
+            tokens += draft.token_ids
+            sources += range(num_drawn, num_drawn + len(draft)) if has_source else [-1] * len(draft)
+            if has_source:
+                assert draft.distributions is not None
+                drawn_from.append(draft.distributions[: len(draft)].float())
+                num_drawn += len(draft)
+        tokens.append(-1)
+        sources.append(-1)
+    return DraftColumns(np.asarray(tokens, np.int64), np.asarray(sources, np.int64), torch.cat(drawn_from) if drawn_from else None)
 
 
 def draft_rows(sampling: list[ScheduledSequence], contexts: list[RowContext], vocab_size: int) -> DraftRows:

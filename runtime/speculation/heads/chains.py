@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from dspark.runtime.sampling.filters import probabilities, usable_temperature
@@ -78,7 +77,7 @@ class Chains:
                 chain.open = False
                 continue
             if self._keep:
-                chain.distributions.append(_distribution(torch.from_numpy(processed[i]), tokens[i], chain.request))
+                chain.distributions.append(_distribution(processed[i], tokens[i], chain.request))
             chain.path.append(tokens[i])
             chain.survival.append(min(max(survival[i], _LEAST_SURVIVAL), 1.0))
             chain.survives *= chain.survival[-1]
@@ -96,12 +95,11 @@ class Chains:
         ]
 
 
-def peaks(logits: np.ndarray, requests: list[Request]) -> list[float]:
+def peaks(wide: torch.Tensor, requests: list[Request]) -> list[float]:
     """Probability of the best token of each row float32 [S, V], at the request's temperature: how sure a draft is of itself."""
-    wide = torch.from_numpy(logits)
     temperatures = [1.0 if request.params.is_greedy else usable_temperature(request.params.temperature) for request in requests]
     if any(temperature != 1.0 for temperature in temperatures):
-        wide = wide / torch.tensor(temperatures)[:, None]
+        wide = wide / torch.tensor(temperatures, device=wide.device)[:, None]
     sure = (wide.amax(-1) - wide.logsumexp(-1)).exp()
     return [value if math.isfinite(value) else 0.0 for value in sure.tolist()]
 
@@ -118,5 +116,5 @@ def _distribution(logits: torch.Tensor, token: int, request: Request) -> torch.T
     """Probabilities float32 [V] that a token was drawn from: all on itself where the best is taken."""
     params = request.params
     if params.is_greedy:
-        return torch.zeros_like(logits).index_fill_(0, torch.tensor(token), 1.0)
+        return torch.zeros_like(logits).index_fill_(0, torch.tensor(token, device=logits.device), 1.0)
     return probabilities(logits, params.temperature, params.top_k, params.top_p, params.min_p)
