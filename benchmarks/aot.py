@@ -21,14 +21,15 @@ from typing import Any
 
 import torch
 
-from dspark.kernels.batch import AttentionBatch, TreeMask
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.kv_cache import KVScales
-from dspark.kernels.triton import attention, elementwise
+from dspark.kernels.triton import elementwise
 from dspark.kernels.triton import launch as launcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from aot_attention import CACHE_TYPES, attention_runs
 from aot_gemms import gemm_runs, moe_runs
+from aot_sampling import sampling_runs
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory one block may use, by compute capability."""
@@ -42,7 +43,6 @@ _TYPES = {
     torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-CACHE_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,10 @@ class Row:
     shared_bytes: int
     warps: int
     mma: str
+    sass: str
+    """The matrix instruction of the machine code: HMMA, IMMA and QMMA, on Hopper HGMMA, IGMMA and QGMMA where rows suffice."""
+    widest_read: int
+    """Bytes that one thread reads from global memory at once, at most: 16 where a kernel that is bound by memory can be fast."""
     narrowest_copy: int
     """Bytes that one thread copies to shared memory at once, at least (cp.async takes 4, 8 or 16); 0 without such copies."""
     seconds: float
@@ -109,8 +113,8 @@ def record(run: Callable[[], Any], label: str) -> list[Launch]:
     return launches
 
 
-def model_launches(model: ModelShape) -> Iterator[Launch]:
-    """Every kernel that a step of this model launches, at decode and at prefill sizes."""
+def elementwise_launches(model: ModelShape) -> Iterator[Launch]:
+    """Every elementwise kernel that a step of this model launches."""
     dtype, heads, kv_heads, dim = model.dtype, model.num_heads, model.num_kv_heads, model.head_dim
 
     def meta(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -136,30 +140,18 @@ def model_launches(model: ModelShape) -> Iterator[Launch]:
     yield from record(lambda: elementwise.gelu_tanh_and_mul(meta(tokens, 2 * model.intermediate)), model.name)
     yield from record(lambda: elementwise.copy_blocks(cache, cache, ids, ids), model.name)
     yield from record(lambda: elementwise.copy_slots(cache, cache, ids, ids), model.name)
-    for queries, window, softcap, kind, nodes in (
-        (1, None, 0, "", 0),
-        (1, 4096, 0, "", 0),
-        (1, 4096, 50, "", 0),
-        (4, None, 0, "", 0),
-        (512, None, 0, "", 0),
-        (512, 4096, 0, "", 0),
-        (512, 4096, 50, "", 0),
-        (16, None, 0, "", 15),
-        (512, 4096, 50, "", 15),
-        *((queries, None, 0, kind, 0) for kind in CACHE_TYPES for queries in (1, 4, 512)),
-        (16, None, 0, "int8", 15),
-    ):
-        sequences = 64 if queries == 1 else 2
-        total = sequences * queries
-        ints = meta(sequences + 1, of=torch.int32), meta(sequences, of=torch.int32), meta(sequences, 256, of=torch.int32)
-        tree = TreeMask(meta(total, of=torch.int64), meta(sequences, of=torch.int32)) if nodes else None
-        batch = AttentionBatch(*ints, meta(total, of=torch.int64), meta(total, of=torch.int64), queries, 4096, tree)
-        options = f"{'' if window is None else ' window'}{' softcap' if softcap else ''}{' tree' if nodes else ''} {kind}"
-        label = f"{model.name} n={queries}{options}".rstrip()
-        pages, steps = (coded[kind], scales) if kind else (cache, None)
-        query = meta(total, heads, dim)
-        attend = partial(attention.paged_attention, query, pages, pages, batch, dim**-0.5, window, softcap, steps)
-        yield from record(attend, label)
+
+
+def attention_launches(model: ModelShape) -> Iterator[Launch]:
+    """The same for attention."""
+    for run, label in attention_runs(model.name, model.num_heads, model.num_kv_heads, model.head_dim, model.dtype):
+        yield from record(run, label)
+
+
+def sampling_launches(model: ModelShape) -> Iterator[Launch]:
+    """The same for drawing tokens, which depends on no model."""
+    for run, label in sampling_runs(model.dtype) if model is MODELS[0] else ():
+        yield from record(run, label)
 
 
 def product_launches(model: ModelShape) -> Iterator[Launch]:
@@ -173,10 +165,12 @@ def product_launches(model: ModelShape) -> Iterator[Launch]:
 
 
 PARTS: dict[str, tuple[Callable[[ModelShape], Iterator[Launch]], ...]] = {
-    "all": (model_launches, product_launches),
+    "elementwise": (elementwise_launches,),
+    "attention": (attention_launches,),
+    "sampling": (sampling_launches,),
     "products": (product_launches,),
-    "rest": (model_launches,),
 }
+PARTS["all"] = tuple(function for functions in PARTS.values() for function in functions)
 
 
 def compile_launch(launch: Launch, arch: int) -> Row:
@@ -205,11 +199,23 @@ def compile_launch(launch: Launch, arch: int) -> Row:
     start = time.perf_counter()
     compiled = triton.compile(ASTSource(launch.kernel, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options)
     seconds = time.perf_counter() - start
-    registers, stack = resource_usage(compiled.asm["cubin"])
-    mma = matrix_instruction(compiled.asm["ptx"])
-    copied = narrowest_copy(compiled.asm["ptx"])
-    kernel = launch.kernel.__name__
-    return Row(kernel, launch.label, arch, registers, stack, compiled.metadata.shared, options.get("num_warps", 4), mma, copied, seconds)
+    text = disassembled(compiled.asm["cubin"])
+    registers, stack = resource_usage(text)
+    ptx = compiled.asm["ptx"]
+    return Row(
+        kernel=launch.kernel.__name__,
+        label=launch.label,
+        arch=arch,
+        registers=registers,
+        stack_bytes=stack,
+        shared_bytes=compiled.metadata.shared,
+        warps=options.get("num_warps", 4),
+        mma=matrix_instruction(ptx),
+        sass=matrix_code(text),
+        widest_read=widest_read(text),
+        narrowest_copy=narrowest_copy(ptx),
+        seconds=seconds,
+    )
 
 
 def matrix_instruction(ptx: str) -> str:
@@ -224,21 +230,42 @@ def narrowest_copy(ptx: str) -> int:
     return min((int(size, 0) for size in sizes), default=0)
 
 
-def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers a thread, bytes of local memory a thread) of the one kernel in a cubin, read by cuobjdump."""
+def matrix_code(text: str) -> str:
+    """The matrix instruction of the machine code, "" where there is none."""
+    found = re.search(r"\b(HGMMA|IGMMA|QGMMA|HMMA|IMMA|QMMA)\.", text)
+    return found[1] if found else ""
+
+
+def widest_read(text: str) -> int:
+    """Bytes of the widest read of global memory by one thread, to a register (LDG) or to shared memory (LDGSTS)."""
+    widths = re.findall(r"\bLDG(?:STS)?\.E(?:\.(?!64|128)\w+)*(?:\.(64|128))?", text)
+    return max((int(width or 32) // 8 for width in widths), default=0)
+
+
+def resource_usage(text: str) -> tuple[int, int]:
+    """(registers a thread, bytes of local memory a thread) of the one kernel that was disassembled."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump told no registers: {text[:500]}")
+    return int(found[1]), int(found[2])
+
+
+def disassembled(cubin: bytes) -> str:
+    """What cuobjdump, which comes with triton, says about a cubin: its use of resources and its machine code."""
     import tempfile
 
     import triton.backends.nvidia
 
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    tools = Path(triton.backends.nvidia.__file__).parent / "bin"
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if found is None:
-        raise RuntimeError(f"cuobjdump told no registers: {text}")
-    return int(found[1]), int(found[2])
+        said = [
+            subprocess.run([str(tools / "cuobjdump"), flag, file.name], capture_output=True, text=True, check=True, env=environment).stdout
+            for flag in ("-res-usage", "-sass")
+        ]
+    return "\n".join(said)
 
 
 def table(archs: list[int], only: str = "", part: str = "all") -> Iterator[Row]:
@@ -262,18 +289,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, action="append", help="compute capability as 80 or 90; may be repeated (80, 89 and 90)")
     parser.add_argument("--only", default="", help="only kernels whose name and label contain this text")
-    parser.add_argument("--part", choices=list(PARTS), default="all", help="only matrix products, or only the rest")
+    parser.add_argument("--part", choices=list(PARTS), default="all", help="only these kernels (all)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         print("aot: unset TRITON_INTERPRET: the interpreter compiles nothing", file=sys.stderr)
         return 2
     rows = []
-    print(f"{'kernel':22} {'shape':40} {'sm':>3} {'regs':>5} {'stack':>6} {'shared':>7} {'warps':>5} {'mma':10} {'s':>5}")
+    titles = f"{'sm':>3} {'regs':>5} {'stack':>6} {'shared':>7} {'warps':>5} {'mma':10} {'sass':6} {'read':>4} {'s':>5}"
+    print(f"{'kernel':22} {'shape':40} {titles}")
     for row in table(options.arch or [80, 89, 90], options.only, options.part):
         rows.append(row)
         numbers = f"{row.arch:3} {row.registers:5} {row.stack_bytes:6} {row.shared_bytes:7} {row.warps:5}"
-        print(f"{row.kernel:22} {row.label:40} {numbers} {row.mma:10} {row.seconds:5.1f}", flush=True)
+        print(f"{row.kernel:22} {row.label:40} {numbers} {row.mma:10} {row.sass:6} {row.widest_read:4} {row.seconds:5.1f}", flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     over = [row for row in rows if row.shared_bytes > SHARED_LIMIT[row.arch]]

@@ -14,12 +14,13 @@ VOCABULARY = 128_256
 """That of Llama 3; a row has as many logits."""
 
 
-def sampling_runs(name: str, dtype: torch.dtype) -> Iterator[tuple[Callable[[], Any], str]]:
+def sampling_runs(dtype: torch.dtype) -> Iterator[tuple[Callable[[], Any], str]]:
     """What to record, and its label."""
 
     def meta(*shape: int, of: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
 
+    name = "128k tokens"
     rows = meta(64, VOCABULARY, of=dtype)
     options = meta(64, sampling.NUM_OPTIONS, of=torch.int64)
     yield partial(sampling.edit_logits, meta(64, VOCABULARY, of=torch.float32), meta(5, 1000, of=torch.int32)), f"{name} edits"

@@ -41,8 +41,10 @@ ENGINE_CHECKS: dict[str, tuple[str, str, str | None, dict[str, Any], str | None]
     "engine-llama-fp8": ("llama", "float32", "fp8", _WIDE, None),
     "engine-llama-int8-cache": ("llama", "float32", None, _WIDE, "int8"),
     "engine-llama-fp8-cache": ("llama", "float32", None, _WIDE, "fp8"),
+    "engine-llama-deterministic": ("llama", "float32", None, _WIDE, None),
 }
 """Name -> family, dtype, scheme, changes to the tiny model, KV cache (as `engine_check` takes them)."""
+_SETTINGS: dict[str, dict[str, Any]] = {"engine-llama-deterministic": {"deterministic": True}}
 
 
 def check_id(case: Case, dtype: str) -> str:
@@ -61,7 +63,9 @@ def checks(names: list[str]) -> dict[str, Callable[[], Any]]:
     """The named checks."""
     settings = {"device": "cpu", "kernels": "triton"}
     known: dict[str, Callable[[], Any]] = {
-        name: partial(engine_check, family, dtype, scheme, settings, overrides, interpreted=True, tokens=4, cache=cache)
+        name: partial(
+            engine_check, family, dtype, scheme, settings | _SETTINGS.get(name, {}), overrides, interpreted=True, tokens=4, cache=cache
+        )
         for name, (family, dtype, scheme, overrides, cache) in ENGINE_CHECKS.items()
     }
     kernels = {check_id(case, dtype): partial(check_kernel, case, DTYPES[dtype]) for case, dtype in KERNEL_CHECKS}
