@@ -53,7 +53,16 @@ OWN: dict[str, list[str]] = {
     "dspark-gptaq": ["--scheme", "w4a16", "--method", "gptq", "--gptaq", "0.25", "--calibration", "{samples}"],
     "dspark-awq": ["--scheme", "w4a16", "--method", "awq", "--calibration", "{samples}"],
     "dspark-awq-asym": ["--scheme", "w4a16-asym", "--method", "awq", "--calibration", "{samples}"],
+    "dspark-awq-gptq": ["--scheme", "w4a16", "--method", "awq-gptq", "--calibration", "{samples}"],
+    "dspark-rtn-calibrated": ["--scheme", "w4a16", "--method", "rtn", "--calibration", "{samples}"],
     "dspark-rtn-asym": ["--scheme", "w4a16-asym", "--method", "rtn"],
+    "dspark-w8a8": ["--scheme", "w8a8", "--method", "rtn"],
+    "dspark-w8a8-smoothquant": ["--scheme", "w8a8", "--method", "smoothquant", "--calibration", "{samples}"],
+    "dspark-w8a8-smoothquant-gptq": ["--scheme", "w8a8", "--method", "smoothquant-gptq", "--calibration", "{samples}"],
+    "dspark-fp8": ["--scheme", "fp8", "--method", "rtn"],
+    "dspark-fp8-gptq": ["--scheme", "fp8", "--method", "gptq", "--calibration", "{samples}"],
+    "dspark-fp8-inputs": ["--scheme", "fp8", "--fp8-inputs", "dynamic", "--calibration", "{samples}"],
+    "dspark-fp8-inputs-gptq": ["--scheme", "fp8", "--fp8-inputs", "dynamic", "--method", "gptq", "--calibration", "{samples}"],
 }
 
 
@@ -173,7 +182,9 @@ def quantize_own(work: Work, name: str) -> bool:
     own = [text.format(samples=work.samples / "calibration.jsonl") for text in OWN[name]]
     if "--calibration" in own:
         own += ["--samples", str(CALIBRATION_ROWS)]
-    command = [str(work.args.dspark), "quantize", str(work.model), str(engine), "--group-size", str(GROUP_SIZE), *own]
+    if "a16" in own[1]:  # a scheme with groups
+        own += ["--group-size", str(GROUP_SIZE)]
+    command = [str(work.args.dspark), "quantize", str(work.model), str(engine), *own]
     try:
         outside = cpu.run_process([*command, "--no-audit", "--force"], work.args.threads, log)
     except RuntimeError as error:

@@ -20,8 +20,8 @@ from dspark.converters.quantizers.fp8 import quantize_fp8
 from dspark.converters.quantizers.in_order import solve_in_order
 from dspark.converters.quantizers.integers import Codes, Problem, integer_problem, stored
 from dspark.converters.quantizers.loops import magic, solve_block
-from dspark.converters.quantizers.measure import all_finite, decibels, energy, output_energy
-from dspark.converters.quantizers.rounded_inputs import rounded_inputs
+from dspark.converters.quantizers.measure import decibels, energy, output_energy
+from dspark.converters.quantizers.rounded_inputs import with_input_error
 from dspark.converters.quantizers.rtn import quantize_rtn
 from dspark.converters.quantizers.statistics import LayerStatistics
 from dspark.converters.threads import map_slices
@@ -35,24 +35,18 @@ def quantize_gptq(
     """Canonical storage of a weight float32 [N, K] in any scheme.
 
     Without statistics of enough tokens, or when no damping makes their Hessian positive definite, the weight is rounded to nearest, and
-    the notes say so. Where the scheme rounds the inputs too, codes are chosen for the weight that suits rounded ones best, and the outputs'
-    error has that of the inputs in it. Raises InputError for values that are not finite, ValueError for groups that do not fit.
+    the notes say so. The outputs' error has that of inputs that the scheme rounds in it. Raises InputError for values that are not finite,
+    ValueError for a group size that does not divide K.
     """
     if statistics is None or statistics.num_tokens < options.min_tokens:
         count = 0 if statistics is None else statistics.num_tokens
         reached = "no tokens" if count == 0 else f"only {count} tokens"
         return _fall_back(weight, scheme, statistics, options, f"{reached} reached this layer")
-    plain = options.legacy or options.gptaq_alpha is not None
-    rounded = None if plain or not all_finite(weight) else rounded_inputs(statistics, scheme)
-    if rounded is None:
-        return _quantize(weight, scheme, statistics, options)
-    weight = weight.float()
-    result = _quantize(rounded.best_weight(weight), scheme, rounded.statistics, options)
-    return replace(result, output_sqnr_db=rounded.output_decibels(result.weight.dense(torch.float32), weight))
+    result = _quantize(weight, scheme, statistics, options)
+    return with_input_error(result, weight, scheme, statistics)
 
 
 def _quantize(weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics, options: SolverOptions) -> QuantizedWeight:
-    """With inputs taken as they are."""
     factor = hessian_factor(statistics, options)
     if factor is None:
         return _fall_back(weight, scheme, None, options, "no damping makes the Hessian positive definite")

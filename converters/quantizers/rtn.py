@@ -6,15 +6,13 @@ is measured.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from dspark.converters.quantizers.base import DEFAULTS, QuantizedWeight, SolverOptions
 from dspark.converters.quantizers.fp8 import quantize_fp8
 from dspark.converters.quantizers.integers import Codes, Problem, integer_problem, stored
 from dspark.converters.quantizers.measure import decibels, energy, output_energy
-from dspark.converters.quantizers.rounded_inputs import rounded_inputs
+from dspark.converters.quantizers.rounded_inputs import with_input_error
 from dspark.converters.quantizers.statistics import LayerStatistics
 from dspark.converters.threads import map_slices
 from dspark.kernels.quant_math import round_to_codes
@@ -28,11 +26,7 @@ def quantize_rtn(
 
     Raises InputError for values that are not finite, ValueError for a group size that does not divide K.
     """
-    result = _quantize(weight, scheme, statistics, options)
-    rounded = None if statistics is None or options.legacy else rounded_inputs(statistics, scheme)
-    if rounded is None:
-        return result
-    return replace(result, output_sqnr_db=rounded.output_decibels(result.weight.dense(torch.float32), weight.float()))
+    return with_input_error(_quantize(weight, scheme, statistics, options), weight, scheme, statistics)
 
 
 def _quantize(weight: torch.Tensor, scheme: QuantScheme, statistics: LayerStatistics | None, options: SolverOptions) -> QuantizedWeight:
