@@ -1,6 +1,8 @@
 """The GPU check's own machinery, with workers that say what a test tells them: it must survive every way a kernel can fail."""
 
 import importlib.util
+import json
+import os
 import queue
 import subprocess
 import sys
@@ -11,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter_process import NEEDS_INTERPRETER
+
+from dspark.runtime.roofline.devices import DEVICES
+from dspark.runtime.roofline.measured import timed_kernels
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 HANG = object()
@@ -90,10 +96,68 @@ def test_what_time_does_not_allow_is_not_run(gpu_check: ModuleType) -> None:
 
 def test_the_table_counts_per_op(gpu_check: ModuleType) -> None:
     rows = [gpu_check.Result("rms_norm-odd", "passed", "", 1.0), gpu_check.Result("rms_norm-wide", "failed", "", 0.5)]
-    assert gpu_check.table(rows).splitlines()[1].split() == ["rms_norm", "1", "1", "0", "0", "1.5"]
+    assert gpu_check.table(rows).splitlines()[1].split() == ["rms_norm", "1", "0", "1", "0", "0", "1.5"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "no GPU here: nothing checked\n")
+
+
+def dry_run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and document of a run on the CPU, under Triton's interpreter."""
+    out = tmp_path / "checks.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), "--dry", "--limit-s", "900", "--json", str(out), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert out.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(out.read_text())
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.interpreter
+def test_a_dry_run_writes_timings_that_roofline_reads(tmp_path: Path) -> None:
+    code, document = dry_run(tmp_path, "--only", "time-attention_2x1")
+    assert code == 0 and {check["status"] for check in document["checks"]} == {"passed"}
+    kernels = timed_kernels(document, DEVICES["h100"])
+    assert len(kernels) == len(document["checks"]) == 4 and all(kernel.seconds > kernel.limit_s > 0 for kernel in kernels)
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.interpreter
+@pytest.mark.slow
+def test_every_kind_of_check_works_in_a_dry_run(tmp_path: Path) -> None:
+    code, document = dry_run(tmp_path)
+    assert code == 0 and {check["status"] for check in document["checks"]} == {"passed"}, document["checks"]
+    assert {check["name"].partition("-")[0] for check in document["checks"]} >= {
+        "paged_attention",
+        "time",
+        "model",
+        "attention",
+        "sampling",
+    }
+    assert len(document["model_steps"]) == 8 and len(timed_kernels(document, DEVICES["h100"])) == len(document["timings"])
+
+
+def test_real_shapes_are_checked_before_edges(gpu_check: ModuleType) -> None:
+    """The names do not need a GPU: right at real shapes, then fast, then every edge; none twice."""
+    gpu_check.make_importable()
+    from gpu_plan import all_checks
+
+    names = [check.name for check in all_checks("cpu")]
+    first = {prefix: next(i for i, name in enumerate(names) if name.startswith(prefix)) for prefix in ("time-", "model-", "sampling-")}
+    assert names[0] == "paged_attention-decode_64-bf16" and len(set(names)) == len(names)
+    assert (
+        names.index("engine-llama-bfloat16") < first["time-"] < first["model-"] < first["sampling-"] < names.index("copy_blocks-one-bf16")
+    )
+
+
+def test_a_check_that_does_not_fit_is_skipped_with_its_reason(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_check.make_importable()
+    import gpu_models
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(gpu_models.Skipped, match=r"needs 5\d\.\d GB, 10\.0 GB are free"):
+        gpu_models.model_check(gpu_models.CASES[1], "cuda", None)

@@ -65,8 +65,10 @@ LARGE_CASES = [
 
 @dataclass(frozen=True)
 class Check:
+    """run: a text, or a text and what was timed."""
+
     name: str
-    run: Callable[[], str]
+    run: Callable[[], str | tuple[str, list[dict[str, Any]]]]
 
 
 def no_gpu_reason() -> str | None:
@@ -244,13 +246,6 @@ def generate(
     finally:
         engine.close()
     return [(list(output.completions[0].token_ids), math.inf if ahead else output.min_top2_gap or 0.0) for output in outputs]
-
-
-def all_checks() -> list[Check]:
-    """Kernels in bf16 at edge and large shapes, the engines, then the rest."""
-    kernels, engines = gpu_kernel_checks(), gpu_engine_checks()
-    first = len(_edge_cases()) + len(LARGE_CASES) + len(LARGE_GEMM_CASES)
-    return [*kernels[:first], *engines, *kernels[first:]]
 
 
 def _largest_error(actual: torch.Tensor, want: torch.Tensor) -> float:

@@ -49,8 +49,8 @@ def shape_of(args: tuple[Any, ...]) -> attention_plan.AttentionShape:
     return attention.shape_of(q, k_cache, batch, window, kv_scales)
 
 
-def attend(plan: attention_plan.AttentionPlan, args: tuple[Any, ...]) -> torch.Tensor:
-    return attention.run(plan, *copied(args))
+def attend(plan: attention_plan.AttentionPlan, args: tuple[Any, ...], device: str = "cpu") -> torch.Tensor:
+    return attention.run(plan, *copied(args, device)).cpu()
 
 
 def split_plans(args: tuple[Any, ...], tile_counts: tuple[int, ...]) -> list[attention_plan.AttentionPlan]:
@@ -60,20 +60,20 @@ def split_plans(args: tuple[Any, ...], tile_counts: tuple[int, ...]) -> list[att
     return [attention_plan.plan(shape, key_tile * count) for count in tile_counts]
 
 
-def check_split(shape: dict[str, Any], dtype: torch.dtype, tile_counts: tuple[int, ...] = (1, 2)) -> None:
+def check_split(shape: dict[str, Any], dtype: torch.dtype, tile_counts: tuple[int, ...] = (1, 2), device: str = "cpu") -> None:
     """Shared contexts give what the reference gives, poisoned slots and table entries past a context untouched."""
     case = Case("paged_attention", "split", paged_attention_args, shape)
     args, want = case.args(dtype), expected(case, dtype)
     for plan in split_plans(args, tile_counts):
         assert plan.num_splits > 1 or shape_of(args).max_context_len <= plan.split_keys, plan
-        assert_matches("paged_attention", {"y": attend(plan, args)}, want, dtype)
+        assert_matches("paged_attention", {"y": attend(plan, args, device)}, want, dtype)
 
 
-def check_deterministic(shape: dict[str, Any], dtype: torch.dtype) -> None:
+def check_deterministic(shape: dict[str, Any], dtype: torch.dtype, device: str = "cpu") -> None:
     """The deterministic form gives what the reference gives, and the same bits whether programs share a context or not."""
     case = Case("paged_attention", "deterministic", paged_attention_args, shape)
     args, want = case.args(dtype), expected(case, dtype)
-    alone, shared = (attend(attention_plan.deterministic_plan(shape_of(args), share, chunk=64), args) for share in (False, True))
+    alone, shared = (attend(attention_plan.deterministic_plan(shape_of(args), share, chunk=64), args, device) for share in (False, True))
     assert_matches("paged_attention", {"y": alone}, want, dtype)
     assert torch.equal(alone, shared), "sharing a context changed bits"
 
@@ -102,24 +102,28 @@ def rows_of(batch: AttentionBatch, sequence: int, first: int, count: int, contex
     )
 
 
-def deterministic(q: torch.Tensor, args: tuple[Any, ...], batch: AttentionBatch, share: bool) -> torch.Tensor:
+def deterministic(q: torch.Tensor, args: tuple[Any, ...], batch: AttentionBatch, share: bool, device: str = "cpu") -> torch.Tensor:
     own = (q, *args[1:3], batch, *args[4:])
-    return attend(attention_plan.deterministic_plan(shape_of(own), share, chunk=64), own)
+    return attend(attention_plan.deterministic_plan(shape_of(own), share, chunk=64), own, device)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6))
 def check_batch_invariance(seed: int) -> None:
+    batch_invariance(seed, (F32, F16))
+
+
+def batch_invariance(seed: int, dtypes: tuple[torch.dtype, ...], device: str = "cpu") -> None:
     """A sequence computed beside others, alone, in chunks of any size, and token by token: the same bits."""
     dice = random.Random(seed)
     sequences = [(n, n + dice.choice([0, dice.randint(0, 150)])) for n in (dice.randint(1, dice.choice([1, 6, 90])) for _ in range(3))]
     options = {"window": dice.choice([None, None, dice.randint(1, 120)]), "softcap": dice.choice([0.0, 2.0])}
     options |= {"cache": dice.choice([None, "int8", "fp8"]), "block_size": dice.choice([8, 16])}
-    dtype = dice.choice([F32, F16])
+    dtype = dice.choice(dtypes)
     heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": dice.choice([32, 64, 80])}
     args = paged_attention_args(dtype, seed, sequences, **heads, **options)
     q, batch = args[0], args[3]
-    together = deterministic(q, args, batch, False)
+    together = deterministic(q, args, batch, False, device)
     sequence = dice.randrange(len(sequences))
     queries, context = sequences[sequence]
     begin = int(batch.query_start[sequence])
@@ -128,13 +132,18 @@ def check_batch_invariance(seed: int) -> None:
         count = min(dice.choice([1, 2, 17, queries]), queries - first)
         rows = slice(begin + first, begin + first + count)
         one = rows_of(batch, sequence, first, count, context - queries + first + count)
-        assert torch.equal(deterministic(q[rows], args, one, dice.random() < 0.5), together[rows]), (seed, sequence, first, count)
+        alone = deterministic(q[rows], args, one, dice.random() < 0.5, device)
+        assert torch.equal(alone, together[rows]), (seed, sequence, first, count)
         first += count
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6))
 def check_tree_nodes(seed: int) -> None:
+    tree_nodes(seed, F32)
+
+
+def tree_nodes(seed: int, dtype: torch.dtype, device: str = "cpu") -> None:
     """A node of a draft tree has the bits of plain decoding: of its path as the last tokens of a sequence, one by one."""
     dice = random.Random(seed)
     nodes = dice.randint(1, 20)
@@ -142,9 +151,9 @@ def check_tree_nodes(seed: int) -> None:
     context = dice.randint(causal, 150) + nodes
     tree = random_tree(nodes, dice)
     shape = {"window": dice.choice([None, dice.randint(1, 90)]), "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-    args = paged_attention_args(F32, seed, [(causal + nodes, context), (1, 70)], **shape, trees=[tree, None])
+    args = paged_attention_args(dtype, seed, [(causal + nodes, context), (1, 70)], **shape, trees=[tree, None])
     q, k_cache, v_cache, batch = args[:4]
-    together = deterministic(q, args, batch, False)
+    together = deterministic(q, args, batch, False, device)
     node = dice.randrange(nodes)
     path = [n for n in range(nodes) if int(batch.tree.visible[causal + node]) >> n & 1]
     start = context - nodes
@@ -155,7 +164,7 @@ def check_tree_nodes(seed: int) -> None:
         for cache, own in ((k_cache, own_k), (v_cache, own_v)):
             own[_place(plain, position, own)] = cache[_place(batch, source, cache)]
     rows = [causal + n for n in path]
-    alone = deterministic(q[rows], (q, own_k, own_v, plain, *args[4:]), plain, True)
+    alone = deterministic(q[rows], (q, own_k, own_v, plain, *args[4:]), plain, True, device)
     assert torch.equal(alone, together[rows]), (seed, path)
 
 

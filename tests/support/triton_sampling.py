@@ -65,17 +65,17 @@ def logits_of(kind: str, num_rows: int, vocab_size: int) -> torch.Tensor:
     return logits
 
 
-def draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    return DeviceRows(EOS).prepare(sequences, [seq.num_tokens for seq in sequences])(logits.clone()).tolist()
+def draw(logits: torch.Tensor, sequences: list[Sequence], device: str = "cpu") -> list[int]:
+    return DeviceRows(EOS).prepare(sequences, [seq.num_tokens for seq in sequences])(logits.to(device, copy=True)).tolist()
 
 
-def check_draws(kind: str, vocab_size: int) -> None:
+def check_draws(kind: str, vocab_size: int, device: str = "cpu") -> None:
     """Each token wins the race over the filtered probabilities; one in hundreds may stand within rounding of another or of a cut."""
     logits = logits_of(kind, len(COMBINATIONS), vocab_size)
     sequences = [with_options(i, options) for i, options in enumerate(COMBINATIONS)]
     noise = exponential_noise([row_key(1000 + i, 0, 3) for i in range(len(sequences))], vocab_size)
     others = 0
-    for row, (token, options) in enumerate(zip(draw(logits, sequences), COMBINATIONS, strict=True)):
+    for row, (token, options) in enumerate(zip(draw(logits, sequences, device), COMBINATIONS, strict=True)):
         race = noise[row] / probabilities(logits[row], *options)
         best = int(race.argmin())
         if token != best:
@@ -84,7 +84,7 @@ def check_draws(kind: str, vocab_size: int) -> None:
     assert others <= 1, others
 
 
-def check_cuts_among_equals() -> None:
+def check_cuts_among_equals(device: str = "cpu") -> None:
     """All logits equal: top-k and top-p keep the first ids, over more tokens than one block; a token is dropped when those before it have
     the mass exactly."""
     cuts = [((1.0, 4500, 1.0, 0.0), 4500), ((1.0, 0, 0.5, 0.0), 2500), ((1.0, 4600, 0.25, 1.0), 1150), ((1.0, 1, 1.0, 0.0), 1)]
@@ -92,17 +92,18 @@ def check_cuts_among_equals() -> None:
     for vocab, each in ((5000, cuts), (4, small)):
         sequences = [with_options(i, options) for i, (options, _) in enumerate(each * 3)]
         want = [int(exponential_noise([row_key(1000 + i, 0, 3)], kept).argmin()) for i, (_, kept) in enumerate(each * 3)]
-        assert draw(torch.zeros(len(sequences), vocab), sequences) == want
+        assert draw(torch.zeros(len(sequences), vocab), sequences, device) == want
 
 
-def check_noise() -> None:
+def check_noise(device: str = "cpu") -> None:
     """The winner among equal logits is the smallest exponential, bit for bit: small ones decide every draw."""
     rows = 30
     noise = exponential_noise([row_key(1000 + i, 0, 3) for i in range(rows)], 6000)
-    assert draw(torch.zeros(rows, 6000), [sequence(i, temperature=1.0) for i in range(rows)]) == noise.argmin(1).tolist()
+    sequences = [sequence(i, temperature=1.0) for i in range(rows)]
+    assert draw(torch.zeros(rows, 6000), sequences, device) == noise.argmin(1).tolist()
 
 
-def check_best(dtype: torch.dtype) -> None:
+def check_best(dtype: torch.dtype, device: str = "cpu") -> None:
     """Greedy: the lowest of equals, -1 for NaN and for no finite logit, top-two gaps."""
     logits = logits_of("plain", 8, 5001).to(dtype)
     logits[0] = 0
@@ -112,14 +113,14 @@ def check_best(dtype: torch.dtype) -> None:
     logits[4, 9] = float("inf")
     logits[5, 1:] = float("-inf")
     sequences = [sequence(i) for i in range(8)]
-    drawn, _ = DeviceRows(EOS).draw(logits.clone(), sequences, gaps=True)
+    drawn, _ = DeviceRows(EOS).draw(logits.to(device, copy=True), sequences, gaps=True)
     want = argmax_rows(logits.float().numpy())
     assert drawn.tokens.tolist() == want.tolist() and drawn.tokens.tolist()[:6] == [0, 30, -1, -1, -1, 0]
     good = want >= 0
     assert np.array_equal(drawn.gaps[good], top2_gaps(logits.float().numpy()[good], want[good]))
-    assert draw(logits, sequences) == want.tolist()
+    assert draw(logits, sequences, device) == want.tolist()
     random_rows = [sequence(i, temperature=1.0) for i in range(8)]
-    assert [token < 0 for token in draw(logits, random_rows)] == [token < 0 for token in want.tolist()]
+    assert [token < 0 for token in draw(logits, random_rows, device)] == [token < 0 for token in want.tolist()]
 
 
 def mixed(count: int, seed: int) -> list[Sequence]:
@@ -138,17 +139,17 @@ def mixed(count: int, seed: int) -> list[Sequence]:
     return made
 
 
-def check_edits() -> None:
+def check_edits(device: str = "cpu") -> None:
     """Penalties, bias and forbidden tokens change the very bits that the host's functions change."""
     sequences = mixed(60, 1)
     logits = logits_of("plain", 60, 700)
     logits[:, 2] = float("-inf")
-    _, rows = DeviceRows(EOS).draw(logits.clone(), sequences)
+    _, rows = DeviceRows(EOS).draw(logits.to(device, copy=True), sequences)
     wide = logits.numpy().copy()
     for row, seq in enumerate(sequences):
         if changes_logits(seq.request.params, seq.num_output_tokens):
             process_row(wide[row], seq.request.params, seq.token_ids, seq.prompt_len, EOS)
-    assert np.array_equal(rows.numpy(), wide)
+    assert np.array_equal(rows.cpu().numpy(), wide)
 
 
 @settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
