@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +143,23 @@ def answer(engine_dir: Path, choice: Choice | None, **config: Any) -> tuple[dict
 
 @pytest.mark.parametrize("pool", [{}, {"max_num_seqs": 3, "max_num_batched_tokens": 16}], ids=["roomy", "small"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_ngrams_and_a_draft_model_together_change_no_text(target: Path, layers: int, pool: dict[str, Any], tmp_path: Path) -> None:
-    """Greedy lines are token-identical, drawn ones too: the draft's layers catch up with what n-grams brought."""
+def test_ngrams_and_a_draft_model_together_change_no_text(
+    target: Path, layers: int, pool: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy lines are token-identical, drawn ones too: the draft's layers catch up with what n-grams brought. Every step and every round
+    of drafting takes as long as any other, so that who is asked does not depend on the machine."""
     plain, _ = answer(target, None)
+    ticks = count()
+    monkeypatch.setattr("dspark.runtime.engine.time.process_time", lambda: next(ticks) / 1000)
     draft = target if layers == 2 else tiny_engine(tmp_path, num_hidden_layers=1)
     costs = Pairing("ngram+draft-model", None, machine_of(target), step_cost_ms={"1": 1.0, "64": 1.01})
     outputs, metrics = answer(target, Choice("ngram+draft-model", draft, costs), **pool)
     assert texts(outputs) == texts(plain) and reasons(outputs) == reasons(plain)
     assert metrics["proposers"] == ["ngram", "draft-model"]
     sources = {source.split("-")[0] for source in metrics["acceptance"]}
-    assert "draft" in sources and sources & {"ngram", "memory"}
+    assert "draft" in sources
+    if layers == 1:  # a draft that is the target itself outdoes all text
+        assert sources & {"ngram", "memory"}
 
 
 def machine_of(engine_dir: Path) -> Machine:
