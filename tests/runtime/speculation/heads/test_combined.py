@@ -22,7 +22,8 @@ from dspark.runtime.speculation.pairing import Pairing
 def test_ngrams_and_a_head_together_change_no_text(
     target: Any, stored: Callable[..., Any], kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock of equal ticks decides who is asked. Under the rejection rule drafts with and without distributions stand in one step; greedy answers are the same there too."""
+    """Under the rejection rule drafts with and without distributions stand in one step; greedy answers are the same there too. A clock of
+    equal ticks decides who is asked."""
     draft, ticks = stored(kind).directory, count()
     monkeypatch.setattr("dspark.runtime.engine.time.process_time", lambda: next(ticks) / 1000)
     lines = [request for request in requests() if rule == "coupled" or request.params.is_greedy]
