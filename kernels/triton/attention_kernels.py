@@ -195,14 +195,14 @@ def prefill_kernel(
         if PATH:
             visible = tl.load(visible_ptr + start + first_query)
         first_key = first_key_of(first_position, WINDOW, BLOCK_N)
-        row_at = token * num_heads + head
+        split_rows_before = 0
         if SPLIT:
             split = tl.program_id(2) % num_splits
             split_start = (first_key // split_keys + split) * split_keys
             row_mask = row_mask & (split_start < end_key)
             first_key = tl.maximum(first_key, split_start)
             end_key = tl.minimum(end_key, split_start + split_keys)
-            row_at += split.to(tl.int64) * split_rows
+            split_rows_before = split.to(tl.int64) * split_rows
         mask = row_mask[:, None] & (dim < HEAD_DIM)[None, :]
         q_at = q_ptr + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
         q = tl.load(q_at, mask=mask, other=0.0)
@@ -234,5 +234,6 @@ def prefill_kernel(
             PATH,
             CHUNK,
         )
+        row_at = token * num_heads + head + split_rows_before  # here, not before the loop, whose registers are precious
         scale_ptr = v_scale_ptr + kv_head * HEAD_DIM
         store_rows(acc, total, peak, out_ptr, stats_ptr, scale_ptr, row_at, row_mask, HEAD_DIM, BLOCK_D, CACHE, SPLIT)
