@@ -3,30 +3,24 @@
 The checks run in one subprocess (see tests/support/triton_gemm_checks.py), each is a test of its own here.
 """
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_triton_interpreter import pytestmark as pytestmark
+from interpreter_process import NEEDS_INTERPRETER, run_interpreted
 
-SCRIPT = Path(__file__).parents[1] / "support" / "triton_gemm_checks.py"
 if find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 from triton_gemm_checks import CHECKS  # noqa: E402
 
+SCRIPT = Path(__file__).parents[1] / "support" / "triton_gemm_checks.py"
+pytestmark = [pytest.mark.interpreter, NEEDS_INTERPRETER]
+
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": str(SCRIPT.parent)}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    return {row["id"]: row for row in rows}
+    return run_interpreted(SCRIPT)
 
 
 @pytest.mark.parametrize("name", CHECKS)
