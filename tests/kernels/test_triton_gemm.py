@@ -12,7 +12,7 @@ from interpreter_process import NEEDS_INTERPRETER, run_interpreted
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
-from triton_gemm_checks import CHECKS  # noqa: E402
+from triton_gemm_checks import CHECKS
 
 SCRIPT = Path(__file__).parents[1] / "support" / "triton_gemm_checks.py"
 pytestmark = [pytest.mark.interpreter, NEEDS_INTERPRETER]
