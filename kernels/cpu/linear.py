@@ -12,12 +12,8 @@ from dspark.kernels.cpu.rows import rounded_rows, with_room
 from dspark.kernels.cpu.wna16 import PanelWeight
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.fp8 import Fp8Weight
-from dspark.kernels.reference.linear import LinearFn, gathering_inputs, rounding_inputs
+from dspark.kernels.reference.linear import DETERMINISTIC_ROWS, LinearFn, gathering_inputs, in_fixed_tiles, rounding_inputs
 from dspark.kernels.wna16 import Wna16Weight
-
-DETERMINISTIC_ROWS = 64
-"""Rows of every product in deterministic runs. A library picks its kernel, and with it the order of additions, by the number of rows;
-products of one fixed shape give every row the same bits whatever stands beside it."""
 
 PACKED_MAX_ROWS = 4
 """Up to so many rows a product computed from the codes in float32 beats a dense product of the same weight."""
@@ -35,7 +31,7 @@ def make_dense_linear(weight: torch.Tensor, bias: torch.Tensor | None, facts: Ke
     """x @ weight [N, K].T + bias. bfloat16 weights are re-laid; the caller's tensor may be freed."""
     if facts.deterministic:
         own = product_for(weight.dtype)
-        return _in_fixed_tiles(_library_product(weight, bias)) if own is None else dense_panels(weight, bias, own)
+        return in_fixed_tiles(_library_product(weight, bias)) if own is None else dense_panels(weight, bias, own)
     return _library_product(weight, bias)
 
 
@@ -109,16 +105,3 @@ def _onednn_product(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn
         return run(with_room(x, rounded), blocked, bias, "none", [], "")[:num_rows]
 
     return product
-
-
-def _in_fixed_tiles(product: LinearFn) -> LinearFn:
-    """Run a product on tiles of DETERMINISTIC_ROWS rows, the last one filled up with zeros."""
-
-    def tiled(x: torch.Tensor) -> torch.Tensor:
-        num_rows = x.shape[0]
-        missing = -num_rows % DETERMINISTIC_ROWS
-        filled = torch.cat([x, x.new_zeros(missing, x.shape[1])]) if missing else x
-        tiles = [product(tile) for tile in filled.split(DETERMINISTIC_ROWS)] if num_rows else [product(x)]
-        return tiles[0][:num_rows] if len(tiles) == 1 else torch.cat(tiles)[:num_rows]
-
-    return tiled

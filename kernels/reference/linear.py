@@ -14,17 +14,37 @@ from dspark.kernels.quant_math import quantize_tokens, round_tokens_to_fp8
 from dspark.kernels.wna16 import Wna16Weight
 
 LinearFn = Callable[[torch.Tensor], torch.Tensor]
+DETERMINISTIC_ROWS = 64
+"""Rows of every product in deterministic runs. A library picks its kernel, and with it the order of additions, by the number of rows;
+products of one fixed shape give every row the same bits whatever stands beside it."""
 
 
 def make_dense_linear(weight: torch.Tensor, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
     """x @ weight [N, K].T + bias [N]."""
-    return lambda x: torch.nn.functional.linear(x, weight, bias)
+    return _for_run(lambda x: torch.nn.functional.linear(x, weight, bias), facts)
+
+
+def _for_run(product: LinearFn, facts: KernelFacts) -> LinearFn:
+    return in_fixed_tiles(product) if facts.deterministic else product
+
+
+def in_fixed_tiles(product: LinearFn) -> LinearFn:
+    """Run a product on tiles of DETERMINISTIC_ROWS rows, the last one filled up with zeros."""
+
+    def tiled(x: torch.Tensor) -> torch.Tensor:
+        num_rows = x.shape[0]
+        missing = -num_rows % DETERMINISTIC_ROWS
+        filled = torch.cat([x, x.new_zeros(missing, x.shape[1])]) if missing else x
+        tiles = [product(tile) for tile in filled.split(DETERMINISTIC_ROWS)] if num_rows else [product(x)]
+        return tiles[0][:num_rows] if len(tiles) == 1 else torch.cat(tiles)[:num_rows]
+
+    return tiled
 
 
 def make_wna16_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
     """x @ dequantized weight.T + bias; the weight is rounded once to x's dtype, on every call."""
     stored = weight.without_perm()
-    return gathering_inputs(lambda x: torch.nn.functional.linear(x, stored.dense(x.dtype), bias), weight)
+    return gathering_inputs(_for_run(lambda x: torch.nn.functional.linear(x, stored.dense(x.dtype), bias), facts), weight)
 
 
 def gathering_inputs(linear: LinearFn, weight: Wna16Weight) -> LinearFn:
@@ -37,7 +57,7 @@ def gathering_inputs(linear: LinearFn, weight: Wna16Weight) -> LinearFn:
 
 def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
     """x @ dequantized weight.T + bias; the weight is rounded once to x's dtype, on every call, inputs where the weight says so."""
-    return rounding_inputs(lambda x: torch.nn.functional.linear(x, weight.dense(x.dtype), bias), weight, facts)
+    return rounding_inputs(_for_run(lambda x: torch.nn.functional.linear(x, weight.dense(x.dtype), bias), facts), weight, facts)
 
 
 def rounding_inputs(linear: LinearFn, weight: Fp8Weight, facts: KernelFacts) -> LinearFn:

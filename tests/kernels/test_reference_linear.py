@@ -54,3 +54,18 @@ def test_dense_equals_a_float64_product(case: Case, dtype: torch.dtype) -> None:
 def test_dense_takes_the_bias() -> None:
     linear = make_dense_linear(torch.eye(2), torch.tensor([1.0, 2.0]), CASES["make_dense_linear"][0].facts(torch.float32))
     assert linear(torch.zeros(1, 2)).tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("op", ["make_dense_linear", "make_wna16_linear"])
+def test_deterministic_products_give_a_row_the_same_bits_in_every_batch(op: str) -> None:
+    """They are what a GPU's dense layers take: its library, too, picks another kernel for another number of rows."""
+    shape = {"num_tokens": 150, "in_features": 512, "out_features": 96}
+    case = Case(op, "rows", CASES[op][0].make, shape)
+    weight, bias, x = case.args(torch.float32)
+    linear = implementation("reference", op)(weight, bias, case.facts(torch.float32, deterministic=True))
+    together = linear(x)
+    rtol, atol = tolerance(op, torch.float32)
+    torch.testing.assert_close(together, implementation("reference", op)(weight, bias, case.facts(torch.float32))(x), rtol=rtol, atol=atol)
+    assert linear(x[:0]).shape == (0, 96)
+    for rows in (slice(0, 1), slice(149, 150), slice(3, 70), slice(64, 128)):
+        assert torch.equal(linear(x[rows]), together[rows])
