@@ -47,9 +47,7 @@ BOTH = ("engine-w4a16", "--baseline", "engine", "--text", "text.txt", "--context
 
 def test_perplexity_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = typed(capsys, "engine", "--text", "text.txt", "--context-length", "32")
-    figures = [
-        line.split()[0] for line in out.splitlines() if not line.startswith("note ")
-    ]  # the trained tokenizer decides what is left over
+    figures = [line.split()[0] for line in out.splitlines() if not line.startswith("note ")]
     assert code == 0 and figures == ["text", "perplexity"]
     assert out.startswith("text         text.txt: ") and "windows of 32 tokens" in out and "\nperplexity   " in out
     assert "measured in" in err.splitlines()[-1] and "baseline" not in out
