@@ -73,7 +73,7 @@ def scratch() -> Path:
 
 def sample_engine(dtype: str = "float32", scheme: str | None = None) -> Path:
     """An engine out of the GGUF file, not audited (tests/converters does that)."""
-    target = scratch() / f"engine-{scheme or dtype}"
+    target = scratch() / "-".join(filter(None, ("engine", dtype, scheme)))
     if not target.exists() and scheme is not None:
         quantize(sample_engine(dtype), target, scheme, audit=False)
     elif not target.exists():
