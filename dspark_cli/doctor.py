@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from dspark.runtime.spec.engine_config import DEVICE_CHOICES, KERNEL_CHOICES
+from dspark.runtime.spec.errors import UsageError
 from dspark_cli.console import Console
 from dspark_cli.options import add_command, flag
 
@@ -27,6 +28,7 @@ class DoctorOptions:
     kernels: str = flag("auto", "which kernels to consider", choices=KERNEL_CHOICES)
     dtype: str = flag("bfloat16", "arithmetic type to ask about", choices=DTYPES)
     deterministic: bool = flag(False, "ask for batch-invariant kernels")
+    interpreter: bool = flag(False, "ask as for a run under Triton's interpreter, which needs no GPU (with --device cpu)")
 
 
 def package_versions() -> dict[str, str | None]:
@@ -74,9 +76,12 @@ def kernel_choices(options: DoctorOptions, has_gpu: bool) -> dict[str, dict[str,
 
     from dspark.kernels.ops import KernelFacts, Kernels
 
-    device = options.device if options.device != "auto" else "cuda" if has_gpu else "cpu"
+    device = options.device if options.device != "auto" else "cuda" if has_gpu and not options.interpreter else "cpu"
+    if options.interpreter and device != "cpu":
+        raise UsageError(f"--interpreter asks about the CPU, --device is {device}", "leave --device out")
+    shape = {"head_dim": 64, "num_heads": 9, "num_kv_heads": 3, "block_size": 16}
     facts = KernelFacts(
-        device, getattr(torch, options.dtype), head_dim=64, num_heads=9, num_kv_heads=3, block_size=16, deterministic=options.deterministic
+        device, getattr(torch, options.dtype), deterministic=options.deterministic, interpreted=options.interpreter, **shape
     )
     return Kernels(facts, options.kernels).explain()
 
@@ -96,9 +101,10 @@ def doctor(console: Console, options: DoctorOptions) -> int:
         console.data(f"gpu {gpu['name']}  {gpu['memory_bytes'] / 2**30:.1f} GiB  sm_{gpu['capability'].replace('.', '')}")
     if not facts["gpus"]:
         console.data("gpu none")
+    width = max(len(op) for op in report["kernels"])
     for op, choice in report["kernels"].items():
         declined = "; ".join(f"{name}: {reason}" for name, reason in choice["declined"].items())
-        console.data(f"{op:<20} {choice['taken']:<10}{'  (' + declined + ')' if declined else ''}")
+        console.data(f"{op:<{width}} {choice['taken']:<10}{'  (' + declined + ')' if declined else ''}")
     return 0
 
 
