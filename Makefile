@@ -81,8 +81,10 @@ test: $(VENV)/.dspark-tools
 	@$(TEST_ENV) $(VENV)/bin/pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.dspark-tools
-	@echo "== pytest, the slow tests"
-	@$(TEST_ENV) $(VENV)/bin/pytest -q -m "slow and not gpu" $(PYTEST_ARGS)
+	@echo "== pytest, the slow tests, those of the kernels beside the others (they follow at the end)"
+	@$(TEST_ENV) $(VENV)/bin/pytest -q -m "slow and not gpu" $(PYTEST_ARGS) tests/kernels > $(VENV)/slow-kernels.log 2>&1 & kernels=$$!; \
+	$(TEST_ENV) $(VENV)/bin/pytest -q -m "slow and not gpu" $(PYTEST_ARGS) --ignore=tests/kernels; others=$$?; \
+	wait $$kernels; code=$$?; cat $(VENV)/slow-kernels.log; exit $$((others ? others : code))
 
 # Other people's programs, each in an environment of its own: none is needed by dspark, and some exclude each other.
 INTEROP_DIR ?= .venv-interop-work
