@@ -79,9 +79,15 @@ def kernel_choices(options: DoctorOptions, has_gpu: bool) -> dict[str, dict[str,
     device = options.device if options.device != "auto" else "cuda" if has_gpu and not options.interpreter else "cpu"
     if options.interpreter and device != "cpu":
         raise UsageError(f"--interpreter asks about the CPU, --device is {device}", "leave --device out")
-    shape = {"head_dim": 64, "num_heads": 9, "num_kv_heads": 3, "block_size": 16}
     facts = KernelFacts(
-        device, getattr(torch, options.dtype), deterministic=options.deterministic, interpreted=options.interpreter, **shape
+        device,
+        getattr(torch, options.dtype),
+        head_dim=64,
+        num_heads=9,
+        num_kv_heads=3,
+        block_size=16,
+        deterministic=options.deterministic,
+        interpreted=options.interpreter,
     )
     return Kernels(facts, options.kernels).explain()
 
