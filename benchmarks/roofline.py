@@ -35,7 +35,6 @@ MODELS = {
 """Shapes out of the models' own config.json files."""
 SCHEMES = ("bf16", "w8a16", "w4a16", "w8a8", "fp8", "fp8-inputs")
 """fp8: float8 weights, 16-bit activations. fp8-inputs: both in float8."""
-ROUTERS = ("*.mlp.gate", "*.mlp.shared_expert_gate")
 MODES = {"decode": "a token of each sequence", "verify": "--query tokens of each, all logits", "prefill": "--query tokens of each prompt"}
 
 
@@ -165,7 +164,7 @@ def device_named(options: argparse.Namespace, shapes: dict[str, tuple[str, Model
     if options.device != "cpu":
         return DEVICES[options.device]
     from dspark.runtime.roofline.machine import measured_cpu
-    from dspark_cli.doctor import usable_cores
+    from dspark.runtime.spec.cores import usable_cores
 
     arithmetics = {linear.arithmetic for _, shape in shapes.values() for linear in shape.linears.values()}
     working = max((shape.weight_bytes for _, shape in shapes.values()), default=1 << 30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import typer
 
+from dspark.runtime.spec.cores import usable_cores
 from dspark.runtime.spec.engine_config import DEVICE_CHOICES, KERNEL_CHOICES
 from dspark.runtime.spec.errors import UsageError
 from dspark_cli.console import Console
@@ -40,11 +40,6 @@ def package_versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[name] = None
     return found
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine_facts() -> dict[str, Any]:

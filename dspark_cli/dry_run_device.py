@@ -19,9 +19,9 @@ def step_times(engine_dir: Path, config: EngineConfig, dtype: str, device: str) 
 
     Raises InputError for a damaged pairing.
     """
+    from dspark.runtime.spec.cores import usable_cores
     from dspark.runtime.speculation.cost import StepCost
     from dspark.runtime.speculation.pairing import Machine, load_pairing, processor_name
-    from dspark_cli.doctor import usable_cores
 
     pairing = load_pairing(engine_dir)
     if pairing is None or device != "cpu":
@@ -33,7 +33,7 @@ def step_times(engine_dir: Path, config: EngineConfig, dtype: str, device: str) 
 def limit_of(config: EngineConfig, shape: ModelShape, room: Room) -> tuple[Device | None, str]:
     """The machine's limits, or None and why they are not known."""
     from dspark.runtime.roofline.machine import measured_cpu, this_gpu
-    from dspark_cli.doctor import usable_cores
+    from dspark.runtime.spec.cores import usable_cores
 
     if room.device == "cpu":
         arithmetics = {linear.arithmetic for linear in shape.linears.values()}

@@ -101,7 +101,8 @@ def measure(
     from dspark.converters.quality.measure import compare, score
     from dspark.converters.quality.subject import run_dtype
     from dspark.runtime.execution.loader import resolve_device
-    from dspark.runtime.execution.single import set_threads, usable_cores
+    from dspark.runtime.execution.single import set_threads
+    from dspark.runtime.spec.cores import usable_cores
 
     device = resolve_device(options.device)
     set_threads(options.threads or usable_cores())

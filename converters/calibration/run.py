@@ -18,9 +18,9 @@ from dspark.converters.calibration.samples import CalibrationSet, SampleRequest,
 from dspark.converters.calibration.work import WorkDirectory
 from dspark.converters.mapping import MappedModel
 from dspark.converters.quantize import QuantPlan
-from dspark.converters.threads import usable_cores
 from dspark.converters.writer import EngineWriter, hash_file
 from dspark.runtime.jobs.tokenizer import load_codec
+from dspark.runtime.spec.cores import usable_cores
 from dspark.runtime.spec.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import torch
 from dspark.converters.quantizers.base import AnyWeight, SolverOptions
 from dspark.converters.quantizers.grid import Grid, choose_grid
 from dspark.converters.quantizers.measure import all_finite
-from dspark.converters.threads import usable_cores
 from dspark.kernels.ops import Int8Weight, Wna16Weight
 from dspark.kernels.packing import pack_codes
+from dspark.runtime.spec.cores import usable_cores
 from dspark.runtime.spec.errors import InputError
 from dspark.runtime.spec.quant import QuantScheme
 

@@ -9,7 +9,7 @@ import torch
 
 from dspark.kernels.batch import MAX_TREE_NODES
 from dspark.kernels.ops import AttentionBatch, TreeMask
-from dspark.runtime.execution.staging import stage
+from dspark.kernels.staging import stage
 from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput
 from dspark.runtime.speculation.draft import Verified
 

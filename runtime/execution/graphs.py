@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dspark.kernels.staging import Places
 from dspark.runtime.execution.forward_batch import ForwardBatch, Laid, batch_of
-from dspark.runtime.execution.staging import Places
 from dspark.runtime.scheduling.plan import SchedulerOutput
 
 Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]

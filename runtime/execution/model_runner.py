@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from dspark.kernels.staging import stage
 from dspark.runtime.execution.device_steps import DeviceSteps
 from dspark.runtime.execution.executor import FinishedStep, PendingStep
 from dspark.runtime.execution.forward_batch import ForwardBatch, Laid, accepted_moves, copy_groups, lay_out, put_there
 from dspark.runtime.execution.graphs import Bucket, Record, StepGraphs
-from dspark.runtime.execution.staging import stage
 from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder, KVCaches
 from dspark.runtime.sampling.sampler import Sampler

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from dspark.runtime.sampling.device import DeviceRows, device_rows_for
 from dspark.runtime.sampling.sampler import RowContext, Sampler, takes_the_best
 from dspark.runtime.scheduling.plan import SchedulerOutput
 from dspark.runtime.scheduling.sequence import Sequence
+from dspark.runtime.spec.cores import usable_cores
 from dspark.runtime.spec.engine_config import EngineConfig
 from dspark.runtime.spec.kv_cache import choose_cache_dtype
 from dspark.runtime.spec.manifest import EngineManifest
@@ -35,12 +35,6 @@ from dspark.runtime.speculation.drafter import Drafter
 from dspark.runtime.speculation.pairing import Machine, processor_name
 from dspark.runtime.speculation.rejection import verify_rejection
 from dspark.runtime.speculation.verify import verify_coupled
-
-
-def usable_cores() -> int:
-    """CPU cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
 
 BuildDrafter = Callable[[Decoder, Sampler, int], Drafter]
 """(target, its sampler, longest sequence in tokens) -> a drafter, not allocated yet."""

@@ -100,7 +100,7 @@ class SpinGovernor:
         self.sleeping = False
         self.switches = 0
         self.sleeping_s = 0.0
-        self.longest_wait_share = 0.0
+        self.longest_wait_share: float | None = None
 
     def observe(self) -> None:
         """Look at the time since the last look, if that is long enough ago, and switch."""
@@ -113,22 +113,22 @@ class SpinGovernor:
             self._waited = None
             return
         share = max(0.0, waited - self._waited) / (elapsed * self._threads)
-        self.longest_wait_share = max(self.longest_wait_share, share)
+        self.longest_wait_share = max(self.longest_wait_share or 0.0, share)
         if self.sleeping:
             self.sleeping_s += elapsed
             self._sleep_on(share, now)
         elif share > CROWDED:
             self._calm_s = min(2 * self._calm_s, LONGEST_CALM_S) if self.switches and now - self._spun_since < self._calm_s else CALM_S
             self._switch(True)
-        self._since, self._waited = self._clock(), self._read()
+        self._since, self._waited = now, waited
 
     def close(self) -> None:
         """Let the holders end."""
         if self.sleeping:
             self._switch(False)
 
-    def metrics(self) -> dict[str, float | int]:
-        """core_wait_share_max: of a thread's time, the most that it waited for a core in half a second."""
+    def metrics(self) -> dict[str, float | int | None]:
+        """core_wait_share_max: of a thread's time, the most that it waited for a core in half a second; None where nobody knows."""
         return {"core_wait_share_max": self.longest_wait_share, "sleeping_threads_s": self.sleeping_s, "wait_switches": self.switches}
 
     def _sleep_on(self, share: float, now: float) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dspark.kernels.ops import Kernels
+from dspark.kernels.staging import stage
 from dspark.kernels.triton import sampling as kernels
 from dspark.runtime.sampling.filters import usable_temperature
 from dspark.runtime.sampling.penalties import changes_logits, forbidden_ids, usable_penalty
@@ -148,17 +149,10 @@ def _to_host(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().numpy()
 
 
-def _staged(packed: np.ndarray, device: torch.device) -> torch.Tensor:
-    """int32 numbers on the device; on a GPU the copy is started and not waited for."""
-    tensor = torch.from_numpy(packed)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
 def _uploaded(logits: torch.Tensor, edits: np.ndarray, options: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """The edited logits and the options [rows, NUM_OPTIONS], after one copy to the device."""
-    packed = _staged(np.concatenate([options.reshape(-1).view(np.int32), edits.reshape(-1)]), logits.device)
-    there = packed[: 2 * options.size].view(torch.int64).view(options.shape)
+    edits_there, options_there = stage([edits, options], str(logits.device))
     if edits.shape[1]:
         logits = logits.float()
-        kernels.edit_logits(logits, packed[2 * options.size :].view(5, -1))
-    return logits, there
+        kernels.edit_logits(logits, edits_there)
+    return logits, options_there

@@ -1,13 +1,11 @@
-"""A step's inputs reach a device in one copy, with their dtypes, shapes and values."""
+"""A step's inputs reach a device in one copy."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from host_copies import Copies
 
 from dspark.runtime.execution.forward_batch import build_forward_batch
-from dspark.runtime.execution.staging import stage
 from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.request import Request
@@ -19,28 +17,6 @@ def sequence(num_tokens: int, num_computed: int, blocks: list[int]) -> Sequence:
     seq = Sequence(Request(0, list(range(num_tokens)), SamplingParams()), 0, 0)
     seq.num_computed, seq.table.blocks = num_computed, blocks
     return seq
-
-
-def test_arrays_of_all_kinds_come_out_as_they_went_in() -> None:
-    """ "cpu:0" takes the way of every device that is not plainly "cpu"."""
-    arrays = [
-        np.arange(7, dtype=np.int32),
-        np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2],
-        np.empty(0, np.int64),
-        np.array([[1.5, -2.0]], np.float32),
-        np.arange(3, dtype=np.uint8),
-        np.arange(5, dtype=np.int64),
-    ]
-    for array, tensor in zip(arrays, stage(arrays, "cpu:0"), strict=True):
-        assert tensor.shape == array.shape and tensor.dtype == torch.from_numpy(array).dtype
-        assert tensor.numpy().tolist() == array.tolist()
-
-
-def test_a_plain_cpu_copies_nothing() -> None:
-    array = np.arange(4)
-    (tensor,) = stage([array], "cpu")
-    array[0] = 9
-    assert tensor[0] == 9
 
 
 def plan() -> SchedulerOutput:
