@@ -80,11 +80,13 @@ test: $(VENV)/.dspark-tools
 	@echo "== pytest, without the slow tests"
 	@$(TEST_ENV) $(VENV)/bin/pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
 
+AOT_TESTS := tests/kernels/test_triton_aot.py tests/kernels/test_triton_gemm_aot.py
+
 test-slow: $(VENV)/.dspark-tools
-	@echo "== pytest, the slow tests, those of the kernels beside the others (they follow at the end)"
-	@$(TEST_ENV) $(VENV)/bin/pytest -q -m "slow and not gpu" $(PYTEST_ARGS) tests/kernels > $(VENV)/slow-kernels.log 2>&1 & kernels=$$!; \
-	$(TEST_ENV) $(VENV)/bin/pytest -q -m "slow and not gpu" $(PYTEST_ARGS) --ignore=tests/kernels; others=$$?; \
-	wait $$kernels; code=$$?; cat $(VENV)/slow-kernels.log; exit $$((others ? others : code))
+	@echo "== pytest, the slow tests, compiling ahead of time beside the others (its result follows at the end)"
+	@$(TEST_ENV) $(VENV)/bin/pytest -q -m "slow and not gpu" $(PYTEST_ARGS) $(AOT_TESTS) > $(VENV)/slow-aot.log 2>&1 & aot=$$!; \
+	$(TEST_ENV) $(VENV)/bin/pytest -q -m "slow and not gpu" $(PYTEST_ARGS) $(addprefix --ignore=,$(AOT_TESTS)); others=$$?; \
+	wait $$aot; code=$$?; cat $(VENV)/slow-aot.log; exit $$((others ? others : code))
 
 # Other people's programs, each in an environment of its own: none is needed by dspark, and some exclude each other.
 INTEROP_DIR ?= .venv-interop-work

@@ -45,12 +45,20 @@ def typed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 BOTH = ("engine-w4a16", "--baseline", "engine", "--text", "text.txt", "--context-length", "32")
 
 
-def test_perplexity_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("left", [0, 13])
+def test_perplexity_alone(here: Path, capsys: pytest.CaptureFixture[str], left: int) -> None:
+    """What is behind the last whole window is said, and nothing where there is none."""
+    tokenizer = build_tokenizer()
+    words = (here / "text.txt").read_text().split(" ")
+    ends = (" ".join(words[:count]) for count in range(len(words), 0, -1))
+    text, count = next((text, n) for text in ends if (n := len(tokenizer.encode(text, add_special_tokens=False).ids)) % 32 == left)
+    (here / "text.txt").write_text(text)
     code, out, err = typed(capsys, "engine", "--text", "text.txt", "--context-length", "32")
-    figures = [line.split()[0] for line in out.splitlines() if not line.startswith("note ")]
-    assert code == 0 and figures == ["text", "perplexity"]
-    assert out.startswith("text         text.txt: ") and "windows of 32 tokens" in out and "\nperplexity   " in out
-    assert "measured in" in err.splitlines()[-1] and "baseline" not in out
+    note = [f"note         {left} tokens behind the last whole window are not used"] if left else []
+    windows = f"text         text.txt: {count // 32} windows of 32 tokens, {count // 32 * 31} tokens scored"
+    assert code == 0 and out.splitlines()[:-1] == [windows, *note]
+    assert out.splitlines()[-1].startswith("perplexity   ") and "baseline" not in out
+    assert "measured in" in err.splitlines()[-1]
 
 
 def test_a_comparison_as_a_document(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
