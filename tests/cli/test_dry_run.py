@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_job import ENGINE, write_lines
 from standin_engine import load_standin, load_standin_builder, make_standin_engine_dir
 from standin_job import run_standin
 
@@ -176,3 +177,30 @@ def test_a_gpu_is_known_by_its_data_sheet(dry: Dry, monkeypatch: pytest.MonkeyPa
 )
 def test_durations_read_aloud(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_dry_run_tells_what_would_happen_and_writes_nothing(generate: Any, tmp_path: Path) -> None:
+    lines = [{"custom_id": f"q{i}", "prompt": "a beginning of thirty-two bytes " + str(i), "max_tokens": 5} for i in range(4)]
+    write_lines(tmp_path / "in.jsonl", *lines, "nonsense", {"custom_id": "long", "prompt": "x" * 3000})
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    code, stderr = generate("in.jsonl", "out.jsonl", *ENGINE, "--dry-run", "--json")
+    assert code == 3 and generate.loads == 0
+    assert [line.split("'")[1] for line in stderr] == ["line-5", "long"]
+    found = json.loads(generate.stdout)
+    assert {key: found[key] for key in found if key not in ("memory", "time")} == {
+        "num_lines": 6,
+        "num_servable": 4,
+        "num_errors": 2,
+        "prompt_tokens": {"total": 132, "max": 33, "p50": 33, "p90": 33},
+        "most_output_tokens": 20,
+        "shared_tokens": 96,
+        "num_answers": 4,
+        "longest_answer": 5,
+        "longest_request": 38,
+        "context_tokens": 4 * (33 + 34 + 35 + 36 + 37),
+        "earlier_answers": None,
+        "exit_code": 3,
+    }
+    generate("in.jsonl", "out.jsonl", *ENGINE, "--dry-run")
+    assert "6: 4 can be served, 2 would be error records" in generate.stdout and "96 prompt tokens (73%)" in generate.stdout
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
