@@ -94,7 +94,13 @@ def _check(options: PairOptions, distill: DistillFlags) -> None:
         if options.method not in ("auto", distill.draft_kind):
             what = f"--distill makes a draft of kind {distill.draft_kind}, and --method is {options.method}"
             raise UsageError(what, f"type --method auto or --method {distill.draft_kind}")
-    elif options.method == "auto" and options.prompts is None:
+    elif idle := distill.changed():
+        raise UsageError(
+            f"{idle[0]} is for a draft that --distill makes, and that is not asked for", f"add --distill, or leave {idle[0]} out"
+        )
+    if options.map_vocabulary and options.draft is None:
+        raise UsageError("--map-vocabulary is for a draft that is taken, and none is named", "add --draft DIR, or leave it out")
+    if not distill.distill and options.method == "auto" and options.prompts is None:
         raise UsageError("nothing is given to measure on", "add --prompts FILE with lines of the job, or name a --method")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,11 @@ class DistillFlags:
     max_prompts: int = flag(1024, "lines to learn from, chosen by their content", low=2, high=10**6)
     draft_seed: int = flag(42, "what all that is random in the training follows from", low=0, high=2**63 - 1)
     resume: bool = flag(True, "go on with a training that was stopped, or start anew (default: resume)", names="--resume/--fresh")
+
+    def changed(self) -> list[str]:
+        """Flags, but for --distill itself, that are not at their defaults."""
+        names = {field.name: "--" + field.name.replace("_", "-") for field in fields(self)} | {"resume": "--fresh"}
+        return [names[f.name] for f in fields(self) if f.name != "distill" and getattr(self, f.name) != f.default]
 
     def options(self, device: str, threads: int | None) -> DistillOptions:
         """What the training is asked for."""

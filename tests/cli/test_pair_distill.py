@@ -114,3 +114,26 @@ def test_what_cannot_be_distilled_is_one_line(job: Job, tmp_path: Path, capsys: 
         assert len(errors) == 1 and message in errors[0]
     assert run(["pair", str(job.engine), "--distill"]) == 2
     assert "add --prompts FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--budget", "5"], "--budget"),
+        (["--draft-kind", "draft-model"], "--draft-kind"),
+        (["--draft-layers", "2"], "--draft-layers"),
+        (["--max-prompts", "9"], "--max-prompts"),
+        (["--fresh"], "--fresh"),
+        (["--map-vocabulary"], "--map-vocabulary"),
+    ],
+)
+def test_a_flag_without_what_it_is_for_is_refused(job: Job, flags: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would change nothing, and its user would not know."""
+    capsys.readouterr()
+    assert run(["pair", str(job.engine), "--prompts", str(job.prompts), *flags]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert (
+        len(errors) == 1
+        and errors[0].startswith(f"error: {name} is for a draft")
+        and f"leave {'it' if 'map' in name else name} out" in errors[0]
+    )
