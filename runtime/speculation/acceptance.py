@@ -12,7 +12,7 @@ DECAY_AT = 2048
 """Trials after which old ones count half, so that a change in the job is noticed."""
 MAX_DEPTH = 32
 MOST_PRELOADED = 64.0
-"""Trials at each depth that an earlier run's figures count for at most: the job may be another one."""
+"""Trials of a rate that an earlier run's figures count for at most: the job may be another one."""
 
 
 class Acceptance:

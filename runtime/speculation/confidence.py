@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from dspark.runtime.speculation.acceptance import MOST_PRELOADED
 from dspark.runtime.speculation.draft import Draft, Verified
 
 BUCKETS = 12
@@ -13,8 +14,6 @@ DEEPEST = 8
 WEIGHT = 4.0
 """Trials that the coarser estimate counts for."""
 DECAY_AT = 2048
-MOST_PRELOADED = 64.0
-"""Trials of a bucket that an earlier run's figures count for at most."""
 
 
 class Confidence:
