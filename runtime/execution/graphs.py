@@ -17,6 +17,7 @@ import torch
 from dspark.kernels.staging import Places
 from dspark.runtime.execution.forward_batch import ForwardBatch, Laid, batch_of
 from dspark.runtime.scheduling.plan import SchedulerOutput
+from dspark.runtime.speculation.drafter import Drafter
 
 Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 """Records work -> what does it again. The result lies in the same memory each time."""
@@ -28,13 +29,15 @@ MOST_RECORDINGS = 64
 
 @dataclass(frozen=True)
 class Bucket:
-    """A shape of steps. has_tree: with draft trees."""
+    """A shape of steps. num_rows: tokens whose logits are wanted. has_tree: with draft trees. absorbed: a drafter takes note of them."""
 
     num_sequences: int
     num_tokens: int
+    num_rows: int
     max_query_len: int
     max_context_len: int
     has_tree: bool
+    absorbed: bool = False
 
 
 @dataclass
@@ -70,13 +73,17 @@ class StepGraphs:
         """Counters, JSON-ready. off: why recording ended, None while it goes on."""
         return {"off": self.failed, "recorded": self.num_recorded, "steps_replayed": self.num_replayed, "steps_eager": self.num_eager}
 
-    def meet(self, plan: SchedulerOutput, laid: Laid) -> Bucket | None:
-        """The bucket to compute a step by, None for one that is computed as it comes."""
-        if self.failed is not None or not plan.scheduled or not all(item.samples and item.num_tokens == 1 for item in plan.scheduled):
+    def meet(self, plan: SchedulerOutput, laid: Laid, absorbed: bool = False) -> Bucket | None:
+        """The bucket to compute a step by, None for one that is computed as it comes. absorbed: see Bucket."""
+        if not plan.scheduled or not all(item.samples and item.num_tokens == 1 for item in plan.scheduled):
             return None
-        if self.longest_plain is not None and laid.longest > self.longest_plain:
+        return self.bucket_for(laid, absorbed)
+
+    def bucket_for(self, laid: Laid, absorbed: bool = False) -> Bucket | None:
+        """The same for a step that decodes or verifies."""
+        if self.failed is not None or (self.longest_plain is not None and laid.longest > self.longest_plain):
             return None
-        bucket = bucket_of(laid)
+        bucket = bucket_of(laid, absorbed)
         entry = self._entries.setdefault(bucket, _Entry())
         entry.times_met += 1
         if entry.times_met == 1 or (entry.replay is None and self.num_recorded >= MOST_RECORDINGS):
@@ -97,7 +104,7 @@ class StepGraphs:
             entry.replay = self._recorded(batch)
         self.num_replayed += self.failed is None
         self.num_eager += self.failed is not None
-        return entry.replay()[: laid.arrays["token_ids"].shape[0]]
+        return entry.replay()[: laid.arrays["sample_rows"].shape[0]]
 
     def _recorded(self, batch: ForwardBatch) -> Callable[[], torch.Tensor]:
         def work() -> torch.Tensor:
@@ -115,15 +122,17 @@ class StepGraphs:
             return work
 
 
-def bucket_of(laid: Laid) -> Bucket:
+def bucket_of(laid: Laid, absorbed: bool = False) -> Bucket:
     """The smallest bucket that holds a step."""
     arrays = laid.arrays
     return Bucket(
         rounded(arrays["context_lens"].shape[0]),
         rounded(arrays["token_ids"].shape[0]),
+        rounded(arrays["sample_rows"].shape[0]),
         1 << (laid.max_query_len - 1).bit_length(),
         max(LEAST_CONTEXT, 1 << (laid.max_context_len - 1).bit_length()),
         "visible" in arrays,
+        absorbed,
     )
 
 
@@ -136,9 +145,11 @@ def rounded(count: int) -> int:
 
 
 def padded(bucket: Bucket, laid: Laid, block_size: int) -> dict[str, np.ndarray]:
-    """A step's arrays in the bucket's shapes. Added sequences have no tokens and no keys, added tokens no sequence."""
+    """A step's arrays in the bucket's shapes. Added sequences have no tokens and no keys, added tokens no sequence. Where all tokens'
+    logits are wanted, those of the added ones are computed too, in order."""
     arrays = laid.arrays
     tokens, sequences = bucket.num_tokens, bucket.num_sequences
+    wants_all = arrays["sample_rows"].shape == arrays["token_ids"].shape
     sources = arrays.get("source_rows", np.full(arrays["token_ids"].shape[0], -1, np.int64))
     tables = np.zeros((sequences, -(-bucket.max_context_len // block_size)), np.int32)
     found = arrays["block_tables"]
@@ -146,7 +157,7 @@ def padded(bucket: Bucket, laid: Laid, block_size: int) -> dict[str, np.ndarray]
     out = {
         "token_ids": _to(arrays["token_ids"], tokens, 0),
         "rope_lengths": _to(arrays["rope_lengths"], tokens, 1),
-        "sample_rows": np.arange(tokens, dtype=np.int64),
+        "sample_rows": np.arange(tokens, dtype=np.int64) if wants_all else _to(arrays["sample_rows"], bucket.num_rows, 0),
         "query_start": _to(arrays["query_start"], sequences + 1, int(arrays["query_start"][-1])),
         "context_lens": _to(arrays["context_lens"], sequences, 0),
         "block_tables": tables,
@@ -157,6 +168,7 @@ def padded(bucket: Bucket, laid: Laid, block_size: int) -> dict[str, np.ndarray]
     if bucket.has_tree:
         out["visible"] = _to(arrays["visible"], tokens, 0)
         out["tree_start"] = _to(arrays["tree_start"], sequences, 0)
+        out["slots_before"] = _to(arrays["slots_before"], tokens, 0)
     return out
 
 
@@ -166,18 +178,16 @@ def _to(array: np.ndarray, length: int, value: int) -> np.ndarray:
     return out
 
 
-def why_not(wanted: str, device: str, taken: dict[str, str], has_experts: bool, has_drafter: bool) -> str | None:
+def why_not(wanted: str, device: str, taken: dict[str, str], has_experts: bool, drafter: Drafter | None = None) -> str | None:
     """The reason for which a run records nothing, or None. taken: the implementation of each op."""
     if wanted == "off":
         return "--cuda-graphs is off"
     if device != "cuda":
         return f"needs a GPU, the device is {device}"
-    if has_drafter:
-        return "a drafter reads the model's features"
     for op in ("rope_store_kv", "paged_attention", *(("moe_mlp",) if has_experts else ())):
         if taken[op] != "triton":
             return f"{op} is the {taken[op]} one, which waits for the host"
-    return None
+    return drafter.why_not_recorded() if drafter is not None else None
 
 
 class CudaRecorder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,10 +26,10 @@ class ModelRunner:
     """Model, KV pool and sampler of one device, and the drafter that reads the model's features if there is one.
 
     verify: which of a draft's tokens are kept. steps: where a step's work goes, None for a device that does it at once. record: how steps
-    are recorded to be replayed, None to compute all of them (see `graphs`); it needs `steps`, and takes no drafter.
+    are recorded to be replayed, None to compute all of them (see `graphs`); it needs `steps`.
     forward_s: seconds spent in the model (not in building inputs or sampling); with `steps`, those in which the host started it and waited
     for its logits, while `steps.device_s` has the device's.
-    absorb_s: in the drafter after each step.
+    absorb_s: in the drafter after each step that was not replayed.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class ModelRunner:
         self.steps = steps
         self.graphs: StepGraphs | None = None
         if record is not None:
-            assert steps is not None and drafter is None
-            self.graphs = StepGraphs(self.compute, record, block_size, device, rope.longest_plain)
+            assert steps is not None
+            self.graphs = StepGraphs(self._computed, record, block_size, device, rope.longest_plain)
         self.forward_s = 0.0
         self.absorb_s = 0.0
         self.sampling_s = 0.0
@@ -79,7 +80,7 @@ class ModelRunner:
 
     def _work(self, plan: SchedulerOutput, laid: Laid) -> Callable[[], torch.Tensor | None]:
         """What computes a step's logits, by a recording if there is one for it."""
-        bucket = self.graphs.meet(plan, laid) if self.graphs is not None else None
+        bucket = self.graphs.meet(plan, laid, self.drafter is not None) if self.graphs is not None else None
         if bucket is not None:
             return lambda: self._replayed(bucket, laid)
         batch = put_there(laid, self.device)
@@ -89,12 +90,20 @@ class ModelRunner:
         assert self.graphs is not None
         if laid.copies:
             self._copy_blocks(copy_groups(laid.copies, *stage([np.asarray(laid.copies, np.int64)], self.device)))
+        if self.drafter is not None:
+            self.drafter.count_step()
         return self.graphs.run(bucket, laid)
 
     @torch.inference_mode()
     def compute(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Copy blocks and run the model over the batch: logits [rows, V], None when no token is drawn. Reads nothing of the plan."""
         self._copy_blocks(batch.copies)
+        if self.drafter is not None:
+            self.drafter.count_step()
+        return self._computed(batch)
+
+    def _computed(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """What of a step is recorded: all that the device does behind the copies."""
         token_ids = batch.token_ids if self.steps is None else self.steps.fed(batch)
         rotations = self.rope.lookup(batch.attention.positions, batch.rope_lengths, batch.longest)
         started = time.perf_counter()
@@ -102,7 +111,7 @@ class ModelRunner:
         hidden, features = self.model.forward_tapped(token_ids, rotations, self.caches, batch.attention, batch.sample_rows, taps)
         if self.drafter is not None:
             absorbing = time.perf_counter()
-            self.drafter.absorb(batch, rotations, features)
+            self.drafter.absorb(replace(batch, token_ids=token_ids), rotations, features)
             self.absorb_s += time.perf_counter() - absorbing
         logits = self.model.logits(hidden) if hidden.shape[0] else None
         if self.steps is None:

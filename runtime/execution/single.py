@@ -103,7 +103,7 @@ class SingleExecutor:
         taken = {op: choice["taken"] for op, choice in model.kernels.explain().items()}
         self._no_graphs = None
         if record is None:
-            self._no_graphs = why_not(config.cuda_graphs, self.device, taken, manifest.model.num_experts > 0, drafter is not None)
+            self._no_graphs = why_not(config.cuda_graphs, self.device, taken, manifest.model.num_experts > 0, drafter)
             record = CudaRecorder() if self._no_graphs is None else None
         self._runner = runner(self.num_blocks, drafter, record)
         self._drafter, self._draft_s = drafter, 0.0

@@ -78,15 +78,19 @@ class DraftModel:
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Nothing: the nodes of a target's tree were never computed here."""
 
+    def count_step(self) -> None:
+        self._steps_without += 1
+
+    def why_not_recorded(self) -> str | None:
+        """Nothing: it has no part in steps that decode and verify."""
+        return None
+
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
         """Compute the step's prompt tokens, as far as what lies before them is known. Single tokens and drafts wait for `draft`."""
-        self._steps_without += 1
-        if self._steps_without > LOOK_AWAY_AFTER:
+        if self._steps_without > LOOK_AWAY_AFTER or batch.sample_rows.shape[0] == batch.token_ids.shape[0]:
             return
         attention = batch.attention
         starts = attention.query_start.tolist()
-        if attention.max_query_len == 1:
-            return
         rows = np.searchsorted(batch.sample_rows.cpu().numpy(), starts)  # how many logits each sequence wants: a prompt one at most
         context_lens = attention.context_lens.tolist()
         runs = []

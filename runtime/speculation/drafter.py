@@ -37,8 +37,18 @@ class Drafter(Protocol):
     def allocate(self, num_blocks: int) -> None:
         """Make its layers' caches, once, for the pool's number of blocks."""
 
+    def count_step(self) -> None:
+        """A step is about to be computed: what the host has to note of it. Before `absorb`, and at steps that are replayed too."""
+
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
-        """Take note of the tokens that the target has just computed, drafts among them. features [T, len(taps) * H], tap after tap."""
+        """Take note of the tokens that the target has just computed, drafts among them. features [T, len(taps) * H], tap after tap.
+
+        A step whose tokens are all sampled (`execution.graphs`: it decodes and verifies) is recorded with this and replayed. So of such a
+        step it does the same for the same shapes, asks the device nothing, and writes nothing for a token with a negative slot.
+        """
+
+    def why_not_recorded(self) -> str | None:
+        """Why such steps cannot be recorded with its part in them, or None."""
 
     def draft(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
         """A draft for each sequence: its newest token is not computed yet, all others are (num_computed == num_tokens - 1)."""

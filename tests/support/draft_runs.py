@@ -12,6 +12,8 @@ import torch
 from draft_reference import Reference
 
 from dspark.runtime.engine import Engine
+from dspark.runtime.execution.device_queue import DeviceQueue
+from dspark.runtime.execution.graphs import Record
 from dspark.runtime.execution.loader import load_model
 from dspark.runtime.execution.single import SingleExecutor
 from dspark.runtime.jobs.tokenizer import load_codec
@@ -45,6 +47,7 @@ class MixedSpeculator:
     answers: dict[int, list[list[int]]] = field(default_factory=dict)
     proposals: list[Proposal] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    rests: bool = False
 
     def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int, num_rows: int) -> list[Draft | None]:
         drafts = self.executor.draft(sequences, rooms)
@@ -85,13 +88,16 @@ def run(
     answers: dict[int, list[list[int]]] | None = None,
     stagger: bool = False,
     interpreted: bool = False,
+    queue: DeviceQueue | None = None,
+    record: Record | None = None,
     **config: Any,
 ) -> Run:
-    """Answer all requests, with a drafter if there is one. stagger: every request arrives a few steps after the one before."""
+    """Answer all requests, with a drafter if there is one. stagger: every request arrives a few steps after the one before. queue, record:
+    see SingleExecutor."""
     manifest = load_manifest(engine_dir)
     settings = EngineConfig(**{"device": "cpu", "kv_cache_memory_bytes": 64 << 20, **config})
     max_len = settings.max_model_len or manifest.model.context_length
-    executor = SingleExecutor(engine_dir, manifest, settings, max_len, False, interpreted, build_drafter)
+    executor = SingleExecutor(engine_dir, manifest, settings, max_len, False, interpreted, build_drafter, queue, record)
     engine = Engine(manifest, settings, executor, load_codec(engine_dir), max_len)
     speculator = None
     if build_drafter is not None:

@@ -104,6 +104,12 @@ class BlockDrafter:
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self._pages.copy_slots(source, target)
 
+    def count_step(self) -> None:
+        """Nothing: what it has of a step lies in its layers."""
+
+    def why_not_recorded(self) -> str | None:
+        return self._pages.why_not_recorded()
+
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
         """Write the context's keys and values of the step's tokens, of draft tokens too: those that are rejected are written over when
         the tokens in their places are known, and no pass sees them before."""

@@ -111,7 +111,7 @@ class EagleDrafter:
     def allocate(self, num_blocks: int) -> None:
         facts = self._layer.kernels.facts
         self._pages.allocate(num_blocks)
-        shape = (num_blocks, facts.block_size, self.config.model.hidden_size)
+        shape = (num_blocks + 1, facts.block_size, self.config.model.hidden_size)  # one more, for tokens of no sequence
         self._features = torch.empty(shape, dtype=facts.dtype, device=facts.device)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -123,15 +123,22 @@ class EagleDrafter:
         features = self._features.flatten(0, 1)
         features[target] = features[source]
 
+    def count_step(self) -> None:
+        """Nothing: what it has of a step lies in its layers."""
+
+    def why_not_recorded(self) -> str | None:
+        return self._pages.why_not_recorded()
+
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
         """Keep the step's fused features, and write the keys and values of its tokens' pairs; in a tree a token follows its parent."""
         assert features is not None
         attention, flat = batch.attention, self._features.flatten(0, 1)
-        flat[attention.slot_mapping] = self._fusion(features)
+        stored = attention.slot_mapping
+        flat[torch.where(stored < 0, flat.shape[0] + stored, stored)] = self._fusion(features)
         before = (attention.positions - 1).clamp(min=0)
         slots = slots_of(before, attention, self._features.shape[1]) if batch.slots_before is None else batch.slots_before
         previous = flat[slots]
-        previous = torch.where((attention.positions > 0)[:, None], previous, 0.0)  # nothing is before the first token
+        previous = previous.masked_fill((attention.positions == 0)[:, None], 0.0)  # nothing is before the first token
         x, _ = self._layer.inputs(previous, self._vocabulary.embed(batch.token_ids))
         self._layer.attention.store(x, *self._rope.lookup(before), self._pages.caches[0], attention.slot_mapping)
 
@@ -177,9 +184,10 @@ class EagleDrafter:
 
 
 def slots_of(positions: torch.Tensor, attention: AttentionBatch, block_size: int) -> torch.Tensor:
-    """Slots int64 [T] of positions [T] of the tokens' own sequences."""
-    counts = attention.query_start.diff().long()
-    owner = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts, output_size=positions.shape[0])
+    """Slots int64 [T] of positions [T] of the tokens' own sequences; tokens behind the last sequence's pass for its."""
+    ends = attention.query_start[1:]
+    owner = torch.searchsorted(ends, torch.arange(positions.shape[0], dtype=ends.dtype, device=ends.device), right=True)
+    owner = owner.clamp(max=ends.shape[0] - 1)
     return attention.block_tables[owner, positions // block_size].long() * block_size + positions % block_size
 
 

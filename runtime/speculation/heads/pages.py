@@ -37,6 +37,11 @@ class DraftPages:
             for _ in range(self.num_layers)
         ]
 
+    def why_not_recorded(self) -> str | None:
+        """Why storing keys and values cannot be part of a recording, or None."""
+        taken = self.kernels.selections["rope_store_kv"].taken
+        return None if taken == "triton" else f"the drafter's rope_store_kv is the {taken} one, which waits for the host"
+
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for k_cache, v_cache in self.caches:
             self.kernels.copy_blocks(k_cache, v_cache, source, target)
