@@ -13,7 +13,7 @@ from dspark.runtime.execution.single import SingleExecutor
 from dspark.runtime.jobs.detokenizer import IncrementalDetokenizer, final_text
 from dspark.runtime.jobs.tokenizer import TextCodec
 from dspark.runtime.kv.manager import KVCacheManager
-from dspark.runtime.scheduling.plan import SchedulerOutput
+from dspark.runtime.scheduling.plan import Ahead, SchedulerOutput
 from dspark.runtime.scheduling.scheduler import Scheduler
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.engine_config import EngineConfig
@@ -25,6 +25,7 @@ from dspark.runtime.spec.sampling_params import SamplingParams
 from dspark.runtime.speculation.build import build_speculator, drafter_builder
 from dspark.runtime.speculation.choice import Choice, choose_speculation
 from dspark.runtime.speculation.drafter import Proposer
+from dspark.runtime.speculation.halves import Halves
 from dspark.runtime.speculation.ngram import NgramProposer, save_memory
 
 
@@ -38,11 +39,12 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step under way. began: the engine's clock when it was submitted."""
+    """A step under way. began: the engine's clock when it was submitted. was_ahead: while another one ran."""
 
     plan: SchedulerOutput
     pending: PendingStep
     began: float
+    was_ahead: bool
 
 
 @dataclass
@@ -102,6 +104,8 @@ class Engine:
         self._num_added = 0
         self._running: _Step | None = None
         self._counters = _Counters()
+        self.halves = Halves() if self.speculator is not None and executor.steps_ahead else None
+        self._read_at: float | None = None  # when the newest step was read, on the engine's clock
 
     @classmethod
     def from_directory(
@@ -162,7 +166,8 @@ class Engine:
         step = self._running or self._start()
         if step is None:
             return []
-        self._running = self._start(ahead=True) if self._may_go_ahead(step) else None
+        ahead = self._ahead_of(step)
+        self._running = self._start(ahead) if ahead is not Ahead.NO else None
         finished = self._finish_step(step)
         self._count(step.plan, started)
         if self._running is not None and not self.scheduler.num_unfinished:
@@ -170,9 +175,9 @@ class Engine:
             self._running = None
         return self._collect(finished)
 
-    def _start(self, ahead: bool = False) -> _Step | None:
+    def _start(self, ahead: Ahead = Ahead.NO) -> _Step | None:
         """Plan a step and submit it; None when nothing can be planned ahead, or there is no memory for it: the next one is smaller."""
-        plan = self.scheduler.schedule(ahead)
+        plan = self.scheduler.schedule(ahead, halved=ahead is Ahead.NO and self._halves_pay())
         if not plan.scheduled:
             return None
         began = self._clock()
@@ -182,8 +187,10 @@ class Engine:
             self._shrink(plan, str(error))
             return None
         self.scheduler.advance(plan)
-        self._counters.num_ahead += ahead
-        return _Step(plan, pending, began)
+        self._counters.num_ahead += ahead is not Ahead.NO
+        if self.halves is not None:
+            self.halves.num_steps += ahead is Ahead.OTHERS
+        return _Step(plan, pending, began, ahead is not Ahead.NO)
 
     def _shrink(self, plan: SchedulerOutput, reason: str) -> None:
         """Take back a step that the device has no memory for, and halve what a step may have. Raises MachineError when it has one token."""
@@ -195,14 +202,28 @@ class Engine:
         self._counters.num_too_large += 1
         self.scheduler.withdraw(plan, plan.num_tokens // 2)
 
-    def _may_go_ahead(self, step: _Step) -> bool:
-        return self.executor.steps_ahead and self.scheduler.can_plan_ahead(step.plan, self.executor.draws_alone)
+    def _ahead_of(self, step: _Step) -> Ahead:
+        if not self.executor.steps_ahead:
+            return Ahead.NO
+        return self.scheduler.ahead_of(step.plan, self.executor.draws_alone, self._halves_pay())
+
+    def _halves_pay(self) -> bool:
+        return self.halves is not None and self.halves.pay(len(self.scheduler.running))
 
     def _finish_step(self, step: _Step) -> list[Sequence]:
         """Wait for a step's tokens and take them over. Returns the sequences that ended."""
+        asked = self._clock()
         result = step.pending.wait()
+        now = self._clock()
         if self.speculator is not None:
-            self.speculator.timed(step.plan, self._clock() - step.began)
+            overlapped = step.was_ahead or self._running is not None
+            own = result.device_s if overlapped and result.device_s is not None else now - step.began
+            self.speculator.timed(step.plan, own)
+        if self.halves is not None:
+            self.halves.ran(step.plan, result.device_s)
+            if self._read_at is not None:
+                self.halves.prepared((self._running or step).plan, asked - self._read_at)
+            self._read_at = now
         return self.scheduler.commit(step.plan, result)
 
     def drain(self) -> Iterator[RequestOutput]:
@@ -236,8 +257,13 @@ class Engine:
             "max_num_seqs": self.config.max_num_seqs,
             "max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
             "max_model_len": self.max_model_len,
-            "speculation": self.speculator.metrics() if self.speculator is not None else None,
+            "speculation": self._speculation_metrics(),
         }
+
+    def _speculation_metrics(self) -> dict[str, Any] | None:
+        if self.speculator is None:
+            return None
+        return {**self.speculator.metrics(), **({"halves": self.halves.metrics()} if self.halves is not None else {})}
 
     def finish(self) -> list[str]:
         """Keep what drafts remember, when that was asked for. Returns why it could not be: a warning, the answers stand."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -22,9 +23,17 @@ class DeviceQueue(Protocol):
     def run(self, work: Callable[[], None]) -> Event:
         """Give work; the event comes to pass when it is done."""
 
+    def beside(self) -> AbstractContextManager[Any]:
+        """What is started inside runs beside the queue's work and does not wait for it. It may read what the host has seen done, and the
+        host must have seen it done before the queue's work may read what it wrote."""
+
 
 class CudaQueue:
-    """The current stream: `work` starts kernels and copies behind those that were started before, and waits for none of them."""
+    """The current stream: `work` starts kernels and copies behind those that were started before, and waits for none of them. What runs
+    beside it has a stream of its own."""
+
+    def __init__(self) -> None:
+        self._beside = torch.cuda.Stream()
 
     def run(self, work: Callable[[], None]) -> Event:
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -32,6 +41,9 @@ class CudaQueue:
         work()
         ended.record()
         return _CudaEvent(began, ended)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._beside)
 
 
 class _CudaEvent:

@@ -18,6 +18,7 @@ from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder, KVCaches
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput, StepOutput
+from dspark.runtime.speculation.draft import Verified
 from dspark.runtime.speculation.drafter import Drafter
 from dspark.runtime.speculation.verify import Verify, verify_coupled
 
@@ -68,10 +69,11 @@ class ModelRunner:
         if self.steps is None:
             return FinishedStep(self._draw(self.compute(put_there(laid, self.device)), sampling))
         work = self._work(plan, laid)
-        draw = self.steps.prepare(sampling)
+        waits = self.verify is not verify_coupled and any(item.draft for item in sampling)  # the other rule decides where its draws are
+        drawn = self.steps.prepare(sampling) if not waits else None
         started = time.perf_counter()
-        if draw is not None:
-            pending = self.steps.start(work, draw, sampling)
+        if drawn is not None:
+            pending = self.steps.start(work, drawn, lambda gained: self._settle(sampling, gained))
             self.forward_s += time.perf_counter() - started
             return pending
         logits = self.steps.run(work)
@@ -126,14 +128,24 @@ class ModelRunner:
         started = time.perf_counter()
         gained = self.verify(self.sampler, logits, sampling)
         self.sampling_s += time.perf_counter() - started
-        self._move_accepted(accepted_moves(sampling, gained, self.block_size))
+        self._settle(sampling, gained)
         return StepOutput(gained)
 
-    def _move_accepted(self, moves: list[tuple[int, int]]) -> None:
-        """Bring the keys and values of accepted nodes, which were computed for these very positions, to where their positions are."""
+    def _settle(self, sampling: list[ScheduledSequence], gained: list[Verified]) -> None:
+        """Bring the keys and values of accepted nodes, which were computed for these very positions, to where their positions are: before
+        the sequences' next step, and behind the steps that are under way."""
+        moves = accepted_moves(sampling, gained, self.block_size)
         if not moves:
             return
-        source, target = torch.tensor(moves, dtype=torch.int64, device=self.device).unbind(1)
+        if self.steps is None:
+            self._move_slots(moves)
+        else:
+            self.steps.then(lambda: self._move_slots(moves))
+
+    @torch.inference_mode()
+    def _move_slots(self, moves: list[tuple[int, int]]) -> None:
+        (pairs,) = stage([np.asarray(moves, np.int64)], self.device)
+        source, target = pairs.unbind(1)
         for k_cache, v_cache in self.caches:
             self.model.kernels.copy_slots(k_cache, v_cache, source, target)
         if self.drafter is not None:

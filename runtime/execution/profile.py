@@ -65,7 +65,7 @@ def step_bytes(runner: ModelRunner, plan: SchedulerOutput, max_model_len: int, m
     batch = build_forward_batch(plan, runner.block_size, runner.device)
     batch.attention.max_context_len = max_model_len  # what kernels keep for sharing a long context; the contexts themselves are short
     logits = runner.compute(batch)
-    draw = runner.steps.prepare(plan.sampling) if runner.steps is not None else None
-    if logits is not None and draw is not None:
-        draw(logits)
+    drawn = runner.steps.prepare(plan.sampling) if runner.steps is not None else None
+    if logits is not None and drawn is not None:
+        drawn.draw(logits)
     return meter.peak_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +133,13 @@ class SingleExecutor:
         return self._steps is not None and self._steps.sampler.draws_alone(seq)
 
     def draft(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
-        """Drafts of the drafter, see `Drafter.draft`; none without one."""
+        """Drafts of the drafter, see `Drafter.draft`; none without one. A step of other sequences may be under way."""
         drafter = self._runner.drafter
         if drafter is None:
             return [None] * len(sequences)
         started = time.perf_counter()
-        drafts = drafter.draft(sequences, rooms)
+        with self._steps.beside() if self._steps is not None else nullcontext():
+            drafts = drafter.draft(sequences, rooms)
         self._draft_s += time.perf_counter() - started
         return drafts
 

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.speculation.draft import Draft, Verified
+
+
+class Ahead(Enum):
+    """Whom a step may take that is planned while the one before it runs. ALL: everybody, by placeholders for what is not drawn yet.
+    OTHERS: those who wait for no token, because the next step of the others depends on the text."""
+
+    NO = "no"
+    ALL = "all"
+    OTHERS = "others"
 
 
 @dataclass(slots=True)
@@ -62,6 +72,10 @@ class SchedulerOutput:
 
 @dataclass
 class StepOutput:
-    """What each sampling sequence gained, in the order of SchedulerOutput.sampling: one token, more where a draft was accepted."""
+    """What each sampling sequence gained, in the order of SchedulerOutput.sampling: one token, more where a draft was accepted.
+
+    device_s: seconds that the step took on a device that works beside the host and keeps time.
+    """
 
     gained: list[Verified]
+    device_s: float | None = None

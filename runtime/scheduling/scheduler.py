@@ -5,10 +5,13 @@ sequence is preempted (its blocks are freed, it is recomputed later), and nothin
 always take everybody else's blocks, and a request that would not fit alone is refused by `add`: so every step makes progress and every
 request ends.
 
-One step ahead: a step may be planned (`schedule(ahead=True)`) while the one before it runs, whose tokens are taken for granted (`advance`)
+One step ahead: a step may be planned (`schedule(Ahead.ALL)`) while the one before it runs, whose tokens are taken for granted (`advance`)
 and known later (`commit`). Till then a drawn token is a placeholder: the row that draws it. An answer that turns out to have ended has one
 token too many in the step that was planned by then: it is dropped. Such a plan drives nobody from their blocks: what it lacks may be
 free when the results are known, and a sequence without blocks never waits for a token.
+
+In halves: drafts need the text, and how many of them are kept is not known beforehand. So with drafts the step ahead is that of the other
+sequences (`Ahead.OTHERS`): while one half is verified, the host has the other half drafted. The first step then takes half of them.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dspark.runtime.kv.manager import KVCacheManager
-from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput, StepOutput
+from dspark.runtime.scheduling.plan import Ahead, ScheduledSequence, SchedulerOutput, StepOutput
 from dspark.runtime.scheduling.sequence import Sequence, SequenceStatus
 from dspark.runtime.scheduling.stopping import check_stop
 from dspark.runtime.speculation.draft import Draft, Verified
+
+UNEVEN = 3
+"""Two halves of which one has fewer than one in so many sequences are not worth two steps."""
 
 
 class Speculates(Protocol):
@@ -35,6 +41,13 @@ class Speculates(Protocol):
         rooms: most nodes that each draft may have; so many positions past the newest token are writable. num_planned: tokens that the
         step computes without drafts. num_rows: sequences that gain a token from it in any case.
         """
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next step goes without drafts, whatever the texts are. `rest` is told of it when it was planned without asking."""
+
+    def rest(self) -> None:
+        """A step was planned without drafts."""
 
     def learn(self, seq: Sequence, draft: Draft, verified: Verified) -> None:
         """What came of a draft."""
@@ -80,22 +93,26 @@ class Scheduler:
         """Queue a sequence. It must fit the pool alone (the engine refuses it otherwise)."""
         insort(self.waiting, seq, key=lambda s: s.rank)
 
-    def schedule(self, ahead: bool = False) -> SchedulerOutput:
+    def schedule(self, ahead: Ahead = Ahead.NO, halved: bool = False) -> SchedulerOutput:
         """Plan one step: first the running sequences, then as many waiting ones as there is room for.
 
-        ahead: the step before is not committed yet. The plan may then be empty.
+        ahead: the step before is not committed yet. The plan may then be empty. halved: take one half of the running ones, so that the next
+        step can be that of the others.
         """
         plan = SchedulerOutput()
-        num_preempted = self._schedule_running(plan, ahead)
+        num_preempted = self._schedule_running(plan, ahead, halved)
         for item in plan.scheduled:
             self._register(item)
         plan.num_resident = len(plan.scheduled)
         if num_preempted == 0 and not plan.is_short:
             self._admit_waiting(plan)
         if self.speculator is not None:
-            self._add_drafts(plan, plan.scheduled[: plan.num_resident], self.speculator)
+            if ahead is Ahead.ALL:
+                self.speculator.rest()
+            else:
+                self._add_drafts(plan, plan.scheduled[: plan.num_resident], self.speculator)
         plan.copies = self.kv.take_copies()
-        assert plan.scheduled or ahead or not self.num_unfinished, "no sequence can make progress"
+        assert plan.scheduled or ahead is not Ahead.NO or not self.num_unfinished, "no sequence can make progress"
         return plan
 
     def advance(self, plan: SchedulerOutput) -> None:
@@ -119,21 +136,27 @@ class Scheduler:
         targets = {target for _, target in plan.copies}
         broken = [self.kv.forget_unwritten(item.seq, item.start) for item in plan.scheduled]
         for number, item in enumerate(plan.scheduled):
-            if number >= plan.num_resident or broken[number] or self.speculator is not None:
+            if number >= plan.num_resident or broken[number] or (self.speculator is not None and not item.seq.num_pending):
                 self._preempt(item.seq)
             else:
                 assert targets.isdisjoint(item.seq.table.blocks), "only what newcomers share is copied"
 
-    def can_plan_ahead(self, plan: SchedulerOutput, draws_alone: Callable[[Sequence], bool]) -> bool:
-        """Whether the step behind `plan`, which is under way, can be planned before its tokens are known.
+    def ahead_of(self, plan: SchedulerOutput, draws_alone: Callable[[Sequence], bool], in_halves: bool) -> Ahead:
+        """Whom the step behind `plan`, which is under way, can take before its tokens are known.
 
         draws_alone: whether a sequence's next token can be drawn while the host does not know its newest one. One that cannot makes the
-        step wait: left out of every other step, it would decode at half the pace. A speculator needs the text itself.
+        step wait: left out of every other step, it would decode at half the pace. in_halves: whether a step of the others pays. Where
+        the two halves have become uneven it does not, and the step that waits is divided anew.
         """
-        if self.speculator is not None or plan.is_short:
-            return False
+        if plan.is_short:
+            return Ahead.NO
+        if self.speculator is not None and (not self.speculator.rests or any(item.draft for item in plan.scheduled)):
+            num_others = sum(not seq.num_pending for seq in self.running)
+            even = UNEVEN * min(num_others, len(self.running) - num_others) >= len(self.running)
+            return Ahead.OTHERS if in_halves and num_others and even else Ahead.NO
         sequences = [item.seq for item in plan.scheduled if item.samples and item.seq.finish_reason is None]
-        return all(self._is_full(seq) or (seq.num_tokens != self.recompute_at and draws_alone(seq)) for seq in sequences)
+        follows = all(self._is_full(seq) or (seq.num_tokens != self.recompute_at and draws_alone(seq)) for seq in sequences)
+        return Ahead.ALL if follows else Ahead.NO
 
     def commit(self, plan: SchedulerOutput, result: StepOutput) -> list[Sequence]:
         """Put the new tokens in the place of the pending ones and return the sequences that ended, their blocks released."""
@@ -217,7 +240,7 @@ class Scheduler:
             ends.append(seq.prompt_len + seq.request.params.max_tokens)
         return min(ends) - seq.num_tokens - 1
 
-    def _schedule_running(self, plan: SchedulerOutput, ahead: bool) -> int:
+    def _schedule_running(self, plan: SchedulerOutput, ahead: Ahead, halved: bool) -> int:
         """Give each running sequence its tokens; decodes (one token) first, so that a long prefill cannot starve them.
 
         Returns how many were preempted: none ahead, where those that lack blocks are left out instead.
@@ -225,12 +248,14 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         num_preempted = 0
         order = sorted(self.running, key=lambda s: s.num_uncomputed > 1)  # stable: by rank within each kind
-        for seq in order:
-            if seq.status is not SequenceStatus.RUNNING or budget == 0 or (ahead and seq.num_pending and self._is_full(seq)):
+        for seq in order[: -(-len(order) // 2)] if halved else order:
+            if seq.status is not SequenceStatus.RUNNING or budget == 0:
+                continue
+            if seq.num_pending and (ahead is Ahead.OTHERS or self._is_full(seq)):
                 continue
             num_tokens = min(seq.num_uncomputed, budget)
             while not self.kv.extend(seq, seq.num_computed, seq.num_computed + num_tokens):
-                if ahead:
+                if ahead is not Ahead.NO:
                     plan.is_short = True
                     break
                 victim = self.running[-1]

@@ -73,10 +73,10 @@ class Speculator:
 
     def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int, num_rows: int) -> list[Draft | None]:
         """See `scheduler.Speculates`."""
-        self._steps += 1
         drafts: list[Draft | None] = [None] * len(sequences)
-        skipped = self._idle >= IDLE_AFTER and self._steps % IDLE_STRIDE
-        if self.fixed is None and (skipped or self._steps % PLAIN_EVERY == 1):
+        rests = self.rests
+        self._steps += 1
+        if rests:
             return drafts
         asked = [i for i, seq in enumerate(sequences) if self._may_draft(seq)]
         for place, proposer in enumerate(self.proposers):
@@ -91,6 +91,17 @@ class Speculator:
                         drafts[i] = draft
                         self._owners[draft.source] = proposer
         return self._cut(drafts, num_planned, num_rows)
+
+    @property
+    def rests(self) -> bool:
+        """See `scheduler.Speculates`: nothing has paid for long, or the price of plain decoding is due to be looked at."""
+        coming = self._steps + 1
+        skipped = self._idle >= IDLE_AFTER and coming % IDLE_STRIDE > 0
+        return self.fixed is None and (skipped or coming % PLAIN_EVERY == 1)
+
+    def rest(self) -> None:
+        """See `scheduler.Speculates`."""
+        self._steps += 1
 
     def _promise(self, first: int, count: int) -> float:
         """Tokens that the drafters from place `first` on are expected to bring a sequence, of so many."""

@@ -56,7 +56,11 @@ def rows_of(item: ScheduledSequence) -> list[RowContext]:
 def verify_coupled(sampler: Sampler, logits: torch.Tensor, sampling: list[ScheduledSequence]) -> list[Verified]:
     """logits [rows, V] of all rows of `rows_of`, sequence after sequence -> what each sequence gains."""
     contexts = [row for item in sampling for row in rows_of(item)]
-    drawn, gaps = sampler.sample(logits, contexts)
+    return gained_coupled(sampling, *sampler.sample(logits, contexts))
+
+
+def gained_coupled(sampling: list[ScheduledSequence], drawn: list[int], gaps: list[float] | None = None) -> list[Verified]:
+    """The target's tokens of all rows of `rows_of`, and their top-two gaps if recorded -> what each sequence gains."""
     gained, first = [], 0
     for item in sampling:
         rows = [0] if item.draft is None else accepted_rows(item.draft, drawn[first : first + 1 + len(item.draft)])

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 from typing import Any
 
 from fake_executor import FakeExecutor, digests, next_token
 
 from dspark.runtime.execution.executor import FinishedStep, StepTooLargeError
+from dspark.runtime.execution.forward_batch import accepted_moves
 from dspark.runtime.scheduling.plan import ScheduledSequence, SchedulerOutput, StepOutput
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.speculation.draft import Verified
+from dspark.runtime.speculation.verify import gained_coupled
 
 
 class FakeEvent:
@@ -52,6 +55,9 @@ class DeferredQueue:
             self.poll()
         return event
 
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def poll(self) -> None:
         """Let the device do some of the work at the front."""
         if not self._waiting:
@@ -65,11 +71,14 @@ class DeferredQueue:
 
 
 class SentItem:
-    """What the device is told of one scheduled sequence: copies, since the host goes on changing its own."""
+    """What the device is told of one scheduled sequence: copies, since the host goes on changing its own. paths: the draft tokens before
+    each row that draws, the newest token's row first."""
 
     def __init__(self, item: ScheduledSequence) -> None:
-        seq = item.seq
-        assert item.draft is None
+        seq, draft = item.seq, item.draft
+        assert not (draft and seq.num_pending), "a draft for a text that is not known"
+        self.draft = draft
+        self.paths = [[], *([draft.token_ids[n] for n in draft.path(node)] for node in range(len(draft)))] if draft else [[]]
         end = item.start + item.num_tokens
         self.blocks = list(seq.table.blocks)
         self.start, self.end, self.samples, self.source_row = item.start, end, item.samples, item.source_row
@@ -79,10 +88,17 @@ class SentItem:
 
 
 class ArrivingStep:
-    """Tokens that are not there before the device has drawn them."""
+    """Tokens that are not there before the device has drawn them. settle: is told what was gained."""
 
-    def __init__(self, event: FakeEvent, drawn: list[int], log: Callable[[], None]) -> None:
-        self._event, self._drawn, self._log = event, drawn, log
+    def __init__(
+        self,
+        event: FakeEvent,
+        drawn: list[int],
+        sampling: list[ScheduledSequence],
+        log: Callable[[], None],
+        settle: Callable[[list[Verified]], None],
+    ) -> None:
+        self._event, self._drawn, self._sampling, self._log, self._settle = event, drawn, sampling, log, settle
 
     @property
     def tokens(self) -> list[int]:
@@ -90,9 +106,11 @@ class ArrivingStep:
         return self._drawn
 
     def wait(self) -> StepOutput:
-        self._event.wait()
+        seconds = self._event.wait()
         self._log()
-        return StepOutput([Verified([token]) for token in self.tokens])
+        gained = gained_coupled(self._sampling, self.tokens)
+        self._settle(gained)
+        return StepOutput(gained, seconds)
 
 
 class StandinExecutor(FakeExecutor):
@@ -162,7 +180,20 @@ class QueueExecutor(StandinExecutor):
             assert item.source_row < 0 or not needs_history(item.seq), "the host must draw this token, and does not know the one before"
         items, copies, drawn = [SentItem(item) for item in plan.scheduled], list(plan.copies), []
         event = self.queue.run(lambda: self._execute(items, copies, drawn))
-        return ArrivingStep(event, drawn, lambda: self.log.append(("read", number)))
+        sampling = plan.sampling
+
+        def settle(gained: list[Verified]) -> None:
+            """The digests of accepted nodes go to their positions, behind the steps that are under way."""
+            moves = accepted_moves(sampling, gained, self.block_size)
+            if moves:
+                self.queue.run(lambda: self._move(moves))
+
+        return ArrivingStep(event, drawn, sampling, lambda: self.log.append(("read", number)), settle)
+
+    def _move(self, moves: list[tuple[int, int]]) -> None:
+        values = [self.slots[source] for source, _ in moves]
+        for value, (_, target) in zip(values, moves, strict=True):
+            self.slots[target] = value
 
     def _execute(self, items: list[SentItem], copies: list[tuple[int, int]], drawn: list[int]) -> None:
         """Copies, then all writes, then all reads, with the tokens that the step before drew. Raises AssertionError at a wrong read."""
@@ -174,12 +205,16 @@ class QueueExecutor(StandinExecutor):
             values = digests(item.tokens, item.salt)
             for position in range(item.start, item.end):
                 self.write(written, self._place(item, position), values[position])
+            for node, path in enumerate(item.paths[1:]):
+                self.write(written, self._place(item, item.end + node), digests(item.tokens + path, item.salt)[-1])
         for item in items:
             for position, value in enumerate(digests(item.tokens, item.salt)):
                 assert self.slots[self._place(item, position)] == value, f"position {position} of {item.end} reads what is not its own"
         self.num_computed_tokens += sum(item.end - item.start for item in items)
-        drawn += [next_token(item.tokens, item.draw_key, item.index) for item in items if item.samples]
-        self.drawn = drawn
+        for item in items:
+            if item.samples:
+                drawn += [next_token(item.tokens + path, item.draw_key, item.index) for path in item.paths]
+        self.drawn = drawn if all(item.draft is None for item in items) else []
 
     def _place(self, item: SentItem, position: int) -> int:
         return item.blocks[position // self.block_size] * self.block_size + position % self.block_size

@@ -114,10 +114,13 @@ class FakeSpeculator:
     """Drafts of every kind, by a hash of the sequence: none, short and long chains, trees; right, wrong, and right up to a point.
 
     learned: (nodes drafted, nodes accepted) of each draft. held: sequences it has offered drafts for and not been told to forget.
+    resting: the steps of every eight that go without drafts.
     """
 
-    def __init__(self, max_draft: int = 6) -> None:
+    def __init__(self, max_draft: int = 6, resting: tuple[int, ...] = ()) -> None:
         self.max_draft = max_draft
+        self.resting = resting
+        self.num_looks = 0
         self.max_tokens = 2 * max_draft + 1
         self.learned: list[tuple[int, int]] = []
         self.held: set[int] = set()
@@ -125,6 +128,11 @@ class FakeSpeculator:
     def propose(self, sequences: list[Sequence], rooms: list[int], num_planned: int, num_rows: int) -> list[Draft | None]:
         assert num_planned >= len(sequences) and all(seq.num_uncomputed == 1 for seq in sequences)
         self.held |= {id(seq) for seq in sequences}
+        assert not any(seq.num_pending for seq in sequences), "a draft is asked for a text that is not known"
+        rests = self.rests
+        self.num_looks += 1
+        if rests:
+            return [None] * len(sequences)
         return [self.draft(seq, room) for seq, room in zip(sequences, rooms, strict=True)]
 
     def draft(self, seq: Sequence, room: int) -> Draft | None:
@@ -163,6 +171,14 @@ class FakeSpeculator:
             parents.append(parent)
             paths.append([*paths[parent + 1], tokens[-1]])
         return Draft(tuple(tokens), (0.5,) * num_nodes, "fake", tuple(parents))
+
+    @property
+    def rests(self) -> bool:
+        return self.num_looks % 8 in self.resting
+
+    def rest(self) -> None:
+        assert self.rests
+        self.num_looks += 1
 
     def learn(self, seq: Sequence, draft: Draft, verified: Verified) -> None:
         assert id(seq) in self.held and verified.num_accepted <= draft.longest()

@@ -14,6 +14,7 @@ from standin_engines import answers_of, standin_engine
 from standin_jobs import UNSHRUNK, arrival, check_order, delays, engines, greedy, pools, requests
 
 from dspark.runtime.engine import Engine
+from dspark.runtime.scheduling.plan import Ahead
 from dspark.runtime.spec.request import Request
 from dspark.runtime.spec.sampling_params import SamplingParams
 
@@ -100,10 +101,10 @@ def test_a_step_ahead_drives_nobody_from_their_blocks(num_blocks: int) -> None:
     engine = run_ahead(DeferredQueue((1,)), num_blocks, 4)
     schedule, plans = engine.scheduler.schedule, Counter[str]()
 
-    def watched(ahead: bool = False) -> Any:
+    def watched(ahead: Ahead = Ahead.NO, halved: bool = False) -> Any:
         before = engine.scheduler.num_preemptions
-        plan = schedule(ahead)
-        if ahead:
+        plan = schedule(ahead, halved)
+        if ahead is not Ahead.NO:
             assert engine.scheduler.num_preemptions == before
             plans["short"] += plan.is_short
         plans["preempted"] += engine.scheduler.num_preemptions - before

@@ -11,6 +11,7 @@ import torch
 from device_queue import DeferredQueue
 from engine_runs import run_requests, texts, tiny_engine
 from host_copies import Copies
+from scripted_proposer import ScriptedProposer
 
 from dspark.kernels.reference.elementwise import rotate
 from dspark.runtime.engine import Engine
@@ -31,6 +32,8 @@ from dspark.runtime.spec.errors import MachineError
 from dspark.runtime.spec.manifest import load_manifest
 from dspark.runtime.spec.request import Request
 from dspark.runtime.spec.sampling_params import SamplingParams
+from dspark.runtime.speculation.halves import Halves
+from dspark.runtime.speculation.speculator import Speculator
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +73,12 @@ def run(engine: Engine, requests: Iterable[Request]) -> dict[int, list[list[int]
         ({"ignore_eos": True}, {"kv_cache_memory_bytes": 48 << 10, "max_model_len": 64}, True),
         ({"repetition_penalty": 1.3}, {}, False),
         ({"temperature": 0.9, "top_p": 0.95}, {}, False),
-        ({"ignore_eos": True}, {"speculative": "ngram"}, False),
+        ({"ignore_eos": True}, {"speculative": "ngram"}, True),
     ],
 )
 def test_answers_do_not_depend_on_when_they_are_known(engine_dir: Path, options: dict, config: dict, ahead: bool) -> None:
-    """Chunked prompts, siblings and a tight pool, a step ahead; and what the host must draw, in steps that wait."""
+    """Chunked prompts, siblings and a tight pool, a step ahead, also where a speculator rests; and what the host must draw, in steps
+    that wait."""
     expected = texts(run_requests(engine_dir, lines(**options), **config))
     queue = DeferredQueue((3, 0, 1), (0, 2, 1))
     engine = queued_engine(engine_dir, queue, **config)
@@ -83,6 +87,32 @@ def test_answers_do_not_depend_on_when_they_are_known(engine_dir: Path, options:
     assert queue.most_waiting == (2 if ahead else 1)
     assert queue.num_given == engine.metrics()["num_steps"], "every step is given to the device as one piece of work"
     assert engine.metrics()["forward_s"] == pytest.approx(1e-3 * queue.num_given)
+
+
+@pytest.mark.parametrize("kind", ["near", "siblings", "random-tree"])
+@pytest.mark.parametrize(("options", "config"), [({}, {}), ({"repetition_penalty": 1.1}, {}), ({}, {"speculative_sampling": "rejection"})])
+def test_halves_are_drafted_and_verified_in_turn(engine_dir: Path, kind: str, options: dict, config: dict) -> None:
+    """Chains, and trees whose accepted nodes move behind the other half's step; rows that the host must draw; the other rule."""
+    asked = [*lines(ignore_eos=True), *lines(ignore_eos=True, **options)]
+    asked = [Request(i, [*r.prompt_token_ids, 5 + i], r.params, r.draw_key) for i, r in enumerate(asked)]
+    expected = texts(run_requests(engine_dir, asked))
+    queue = DeferredQueue((3, 0, 1), (0, 2, 1))
+    engine = queued_engine(engine_dir, queue, speculative="ngram", **config)
+    answers = {(i, 0): tokens[0] for i, tokens in expected.items()}
+    engine.speculator = engine.scheduler.speculator = Speculator([ScriptedProposer(kind, answers, 320, 4)], fixed=4)
+    engine.halves = Always()
+    assert run(engine, asked) == expected
+    metrics = engine.metrics()["speculation"]
+    assert metrics["halves"]["steps"] > 10 and metrics["accepted_tokens"] > 40
+    if not config and not options:
+        assert queue.most_waiting == (2 if kind == "near" else 4), "two steps, and what moves behind either"
+
+
+class Always(Halves):
+    """Divides whenever it can be done."""
+
+    def pay(self, num_sequences: int) -> bool:
+        return num_sequences > 1
 
 
 def test_lines_that_the_host_must_draw_join_lines_that_run_ahead(engine_dir: Path) -> None:
@@ -117,12 +147,12 @@ def test_a_step_is_one_copy_and_asks_the_device_nothing(tmp_path: Path, monkeypa
         seq.table.blocks, seq.num_pending, seq.pending_row = [row], pending, 2
         seq.num_computed = seq.num_tokens - num_tokens
         plan.scheduled.append(ScheduledSequence(seq, num_tokens))
-    draw = steps.prepare(plan.sampling)
-    assert draw is not None and plan.scheduled[1].source_row == 2
+    drawn = steps.prepare(plan.sampling)
+    assert drawn is not None and plan.scheduled[1].source_row == 2
     with Copies() as copies:
         logits = runner.compute(build_forward_batch(plan, 16, "meta"))
         assert logits is not None
-        tokens = draw(logits)
+        tokens = drawn.draw(logits)
     assert tokens.shape == (3,) and tokens.device.type == "meta"
     assert len(copies.sizes) == 1
     with pytest.raises(RuntimeError, match="meta"):
@@ -156,9 +186,9 @@ def test_a_row_without_a_token_ends_the_job_where_it_is_read() -> None:
     steps = DeviceSteps(queue, GreedySampler(lambda seq: True), 4, "cpu")
     seq = Sequence(Request(3, [5, 6], SamplingParams()), 0, 0)
     item = ScheduledSequence(seq, 2)
-    draw = steps.prepare([item])
-    assert draw is not None
-    pending = steps.start(lambda: torch.full((1, 9), torch.nan), draw, [item])
+    drawn = steps.prepare([item])
+    assert drawn is not None
+    pending = steps.start(lambda: torch.full((1, 9), torch.nan), drawn, lambda gained: None)
     seq.num_pending = 2
     with pytest.raises(MachineError, match=r"no finite logits for request 3 at token 2 \(answer 0\)"):
         pending.wait()
