@@ -117,7 +117,7 @@ def release_tiles(typingctx):
     return types.void(), codegen
 
 
-def _signature(x, weight, sums):
+def block_signature(x, weight, sums):
     """(x, its offset, row_bytes, steps; weight, its offset, panel_bytes, offset of what to ask for; carry; sums, their offset)
 
     carry: 1 adds to the sums, 0 begins new ones.
@@ -126,7 +126,7 @@ def _signature(x, weight, sums):
     return types.void(x, integer, integer, integer, weight, integer, integer, integer, integer, sums, integer)
 
 
-def _bases(context, builder, sig, args):
+def block_bases(context, builder, sig, args):
     """Pointers to the first byte of x, of the weights, of what to ask for and of the sums."""
     offsets = ((_X, args[1]), (_WEIGHT, args[5]), (_WEIGHT, args[7]), (_SUMS, args[10]))
     return [builder.gep(bytes_at(context, builder, sig.args[place], args[place], I64(0)), [offset]) for place, offset in offsets]
@@ -139,7 +139,7 @@ def _amx_intrinsic(product: Product, row_tiles: int, lines: int):
     def amx_block(typingctx, x, x_offset, row_bytes, num_steps, weight, offset, panel_bytes, ahead, carry, sums, sums_offset):
         def codegen(context, builder, sig, args):
             row_bytes, num_steps, panel_bytes, carry = args[2], args[3], args[6], args[8]
-            x_base, weight_base, ahead_base, sums_base = _bases(context, builder, sig, args)
+            x_base, weight_base, ahead_base, sums_base = block_bases(context, builder, sig, args)
             totals = [[I8(2 * i + j) for j in range(2)] for i in range(row_tiles)]
             places = [
                 (totals[i][j], builder.gep(sums_base, [I64(4 * (i * LANES * BLOCK_OUTPUTS + j * LANES))]))
@@ -171,7 +171,7 @@ def _amx_intrinsic(product: Product, row_tiles: int, lines: int):
                 call(builder, "llvm.x86.tilestored64", [tile, place, I64(ROW_OF_SUMS)])
             return context.get_dummy_value()
 
-        return _signature(x, weight, sums), codegen
+        return block_signature(x, weight, sums), codegen
 
     return amx_block
 
@@ -183,7 +183,7 @@ def _dot_intrinsic(product: Product, num_rows: int, lines: int):
     def dot_block(typingctx, x, x_offset, row_bytes, num_steps, weight, offset, panel_bytes, ahead, carry, sums, sums_offset):
         def codegen(context, builder, sig, args):
             row_bytes, num_steps, panel_bytes, carry = args[2], args[3], args[6], args[8]
-            x_base, weight_base, ahead_base, sums_base = _bases(context, builder, sig, args)
+            x_base, weight_base, ahead_base, sums_base = block_bases(context, builder, sig, args)
             x_rows = [builder.gep(x_base, [builder.mul(row_bytes, I64(r))]) for r in range(num_rows)]
             places = [
                 builder.bitcast(builder.gep(sums_base, [I64(LINE_BYTES * index)]), product.sums.as_pointer())
@@ -208,7 +208,7 @@ def _dot_intrinsic(product: Product, num_rows: int, lines: int):
                 builder.store(total, place, align=LINE_BYTES)
             return context.get_dummy_value()
 
-        return _signature(x, weight, sums), codegen
+        return block_signature(x, weight, sums), codegen
 
     return dot_block
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numba import get_num_threads, njit, prange
 
+from dspark.kernels.cpu.avx2_blocks import has_wide_floats
+from dspark.kernels.cpu.avx2_panels import product_pairs
 from dspark.kernels.cpu.blocks import (
     AMX_ROWS,
     BLOCK_OUTPUTS,
@@ -120,7 +122,9 @@ def vector_product() -> Callable[..., None] | None:
     """The product that this CPU has instructions for, or None."""
     if has_int8_tiles():
         return _product_amx
-    return _product_vnni if has_int8_dots() else None
+    if has_int8_dots():
+        return _product_vnni
+    return product_pairs if has_wide_floats() else None
 
 
 def make_int8_linear(weight: Int8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:

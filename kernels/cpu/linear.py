@@ -1,13 +1,17 @@
-"""Linear layers on CPU: oneDNN with weights re-laid once, and products computed from the codes for few rows.
+"""Linear layers on CPU: oneDNN with weights re-laid once, own panels where it has no bfloat16, and products computed from the codes for few
+rows.
 
 Which of the forms of a quantized weight runs is decided by the number of rows, on measured break-evens (docs/benchmarks.md).
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from dspark.kernels.cpu.panels import code_panels, dense_panels, product_for, refuses_codes
+from dspark.kernels.cpu.avx2_blocks import has_wide_floats
+from dspark.kernels.cpu.panels import code_panels, dense_panels, dense_product_for, product_for, refuses_codes
 from dspark.kernels.cpu.rows import rounded_rows, with_room
 from dspark.kernels.cpu.wna16 import PanelWeight
 from dspark.kernels.facts import KernelFacts
@@ -29,10 +33,10 @@ def supports(op: str, facts: KernelFacts) -> str | None:
 
 def make_dense_linear(weight: torch.Tensor, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
     """x @ weight [N, K].T + bias. bfloat16 weights are re-laid; the caller's tensor may be freed."""
-    if facts.deterministic:
-        own = product_for(weight.dtype)
-        return in_fixed_tiles(_library_product(weight, bias)) if own is None else dense_panels(weight, bias, own)
-    return _library_product(weight, bias)
+    own = dense_product_for(weight.dtype)
+    if own is not None and (facts.deterministic or not _has_onednn_bf16(weight.dtype)):
+        return dense_panels(weight, bias, own)
+    return in_fixed_tiles(_library_product(weight, bias)) if facts.deterministic else _library_product(weight, bias)
 
 
 def make_wna16_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
@@ -54,9 +58,13 @@ def make_wna16_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: Ker
 
 def _float_codes_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
     """Few rows: computed from the codes in float32. More rows: a dense product, its weight kept (weight_shadow) or made anew each time."""
-    if facts.deterministic or PanelWeight.refuses(weight):
+    refused = PanelWeight.refuses(weight)
+    widens = facts.dtype == torch.bfloat16 and has_wide_floats() and not _has_onednn_bf16(facts.dtype)
+    if refused or (facts.deterministic and not widens):
         return make_dense_linear(weight.dense(facts.dtype), bias, facts)
     panels = PanelWeight(weight)
+    if widens and (facts.deterministic or not facts.weight_shadow):
+        return partial(_widened_product, panels, bias, facts.deterministic)
     dense = make_dense_linear(weight.dense(facts.dtype), bias, facts) if facts.weight_shadow else None
 
     def product(x: torch.Tensor) -> torch.Tensor:
@@ -71,6 +79,13 @@ def _float_codes_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: K
     return product
 
 
+def _widened_product(panels: PanelWeight, bias: torch.Tensor | None, deterministic: bool, x: torch.Tensor) -> torch.Tensor:
+    """Few rows: computed from the codes in float32, whose sums are others, so not in deterministic runs. More rows: block by block."""
+    few = x.shape[0] <= PACKED_MAX_ROWS and not deterministic
+    y = panels.product(x) if few else panels.widened_product(x)
+    return y if bias is None else y + bias
+
+
 def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
     """A dense product: the weight is expanded at load (twice its bytes in bfloat16, four times in float32), since no CPU instruction here
     reads FP8."""
@@ -78,11 +93,11 @@ def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelF
 
 
 def _library_product(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
-    return _onednn_product(weight, bias) if _has_onednn_bf16(weight) else _plain_product(weight, bias)
+    return _onednn_product(weight, bias) if _has_onednn_bf16(weight.dtype) else _plain_product(weight, bias)
 
 
-def _has_onednn_bf16(weight: torch.Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def _has_onednn_bf16(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _plain_product(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:

@@ -77,11 +77,11 @@ def constant(vector, value):
 def store_rounded(builder, value, pointer, element_type):
     """Store 16 floats, rounded to nearest even where the elements are bfloat16 (seen as uint16)."""
     if element_type == types.uint16:
-        value = builder.bitcast(builder.fptrunc(value, BFLOATS), HALVES) if ROUNDS_BF16 else _rounded_bf16(builder, value)
+        value = builder.bitcast(builder.fptrunc(value, BFLOATS), HALVES) if ROUNDS_BF16 else rounded_bf16(builder, value)
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
 
 
-def _rounded_bf16(builder, value):
+def rounded_bf16(builder, value):
     """The upper halves of 16 floats, to nearest even; NaN stays NaN."""
     bits, half = builder.bitcast(value, WORDS), constant(WORDS, 16)
     odd = builder.and_(builder.lshr(bits, half), constant(WORDS, 1))

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numba import get_num_threads, njit, prange
 
+from dspark.kernels.cpu.avx2_blocks import has_wide_floats
+from dspark.kernels.cpu.avx2_panels import product_floats
 from dspark.kernels.cpu.bf16_rows import copy_rows, finish_sums, group_sums
 from dspark.kernels.cpu.blocks import (
     AMX_ROWS,
@@ -225,10 +227,17 @@ def _few_rows(x_at, num_rows, inputs, out_at, outputs, num_workers, weight, row_
 
 
 def product_for(dtype: torch.dtype) -> Callable[..., None] | None:
-    """The product that this CPU has instructions for, or None."""
+    """The product, of dense weights and of codes, that this CPU has instructions for, or None."""
     if dtype != torch.bfloat16 or not has_bf16_dots():
         return None
     return _product_amx if has_bf16_tiles() else _product_dots
+
+
+def dense_product_for(dtype: torch.dtype) -> Callable[..., None] | None:
+    """The same of dense weights only."""
+    if dtype == torch.bfloat16 and not has_bf16_dots() and has_wide_floats():
+        return product_floats
+    return product_for(dtype)
 
 
 class PanelLinear:

@@ -17,6 +17,8 @@ from llvmlite import ir
 from numba import get_num_threads, njit, prange, types
 from numba.extending import intrinsic
 
+from dspark.kernels.cpu.avx2_panels import product_codes
+from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.simd import I32, I64, LANES, VECTOR, broadcast, element_pointer, multiply_add, store, widen
 from dspark.kernels.cpu.views import as_array
 from dspark.kernels.packing import unpack_codes
@@ -207,6 +209,14 @@ class PanelWeight:
         """x [M, K] -> [M, N]."""
         out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
         _product(as_array(x), self.panels, self.scales, self.zeros, self.bits, get_num_threads(), as_array(out))
+        return out
+
+    def widened_product(self, x: torch.Tensor) -> torch.Tensor:
+        """The same of bfloat16 rows on CPUs with AVX2, for many rows: weights are rounded to bfloat16 once, as in `transposed`."""
+        x, out = x.contiguous(), empty_rows(x.shape[0], self.out_features, x.dtype)
+        if x.shape[0]:
+            where = x.data_ptr(), x.shape[0], self.in_features, out.data_ptr(), self.out_features, get_num_threads()
+            product_codes(*where, self.bits, self.panels, self.scales, self.zeros)
         return out
 
     def transposed(self, dtype: torch.dtype) -> torch.Tensor:

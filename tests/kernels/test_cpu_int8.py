@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from dspark.kernels.cpu import int8
+from dspark.kernels.cpu.avx2_blocks import has_wide_floats
+from dspark.kernels.cpu.avx2_panels import product_pairs
 from dspark.kernels.cpu.blocks import has_int8_dots, has_int8_tiles
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.ops import Int8Weight
@@ -17,6 +19,8 @@ from dspark.kernels.reference.linear import make_int8_linear as reference
 GENERATOR = torch.Generator().manual_seed(8)
 Make = Callable[[Int8Weight, torch.Tensor | None], LinearFn]
 WAYS: dict[str, Make] = {"float": int8._float_linear}
+if has_wide_floats():
+    WAYS["avx2"] = lambda weight, bias: int8.Int8Panels(weight, bias, product_pairs)
 if has_int8_dots():
     WAYS["vnni"] = lambda weight, bias: int8.Int8Panels(weight, bias, int8._product_vnni)
 if has_int8_tiles():
@@ -81,11 +85,14 @@ def test_inputs_that_are_a_part_of_something(make: Make) -> None:
 
 def test_every_cpu_has_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the instructions, and for sums that could leave 32 bits, the product is exact in floating point."""
-    assert isinstance(int8.make_int8_linear(draw_weight(32, 64), None, facts()), int8.Int8Panels) == (has_int8_dots() or has_int8_tiles())
+    has_own = has_int8_dots() or has_int8_tiles() or has_wide_floats()
+    assert isinstance(int8.make_int8_linear(draw_weight(32, 64), None, facts()), int8.Int8Panels) == has_own
     monkeypatch.setattr(int8, "MAX_INPUTS", 63)
     assert not isinstance(int8.make_int8_linear(draw_weight(32, 64), None, facts()), int8.Int8Panels)
     monkeypatch.undo()
     monkeypatch.setattr(int8, "has_int8_tiles", lambda: False)
     monkeypatch.setattr(int8, "has_int8_dots", lambda: False)
+    assert int8.vector_product() is (product_pairs if has_wide_floats() else None)
+    monkeypatch.setattr(int8, "has_wide_floats", lambda: False)
     assert int8.vector_product() is None
     assert not isinstance(int8.make_int8_linear(draw_weight(32, 64), None, facts()), int8.Int8Panels)

@@ -7,9 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dspark.kernels.cpu import linear as linear_module
 from dspark.kernels.cpu import panels
+from dspark.kernels.cpu.avx2_blocks import has_wide_floats
+from dspark.kernels.cpu.avx2_panels import product_floats
 from dspark.kernels.cpu.blocks import has_bf16_dots, has_bf16_tiles
 from dspark.kernels.cpu.linear import make_dense_linear, make_wna16_linear
+from dspark.kernels.cpu.wna16 import PanelWeight
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.packing import pack_codes
 from dspark.kernels.wna16 import Wna16Weight
@@ -20,7 +24,10 @@ if has_bf16_dots():
     PRODUCTS["dots"] = panels._product_dots
 if has_bf16_tiles():
     PRODUCTS["tiles"] = panels._product_amx
+DENSE_PRODUCTS = {**PRODUCTS, "floats": product_floats} if has_wide_floats() else PRODUCTS
 product = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS.keys())
+dense_product = pytest.mark.parametrize("product", DENSE_PRODUCTS.values(), ids=DENSE_PRODUCTS.keys())
+needs_floats = pytest.mark.skipif(not has_wide_floats(), reason="this CPU has no AVX2")
 needs_dots = pytest.mark.skipif(not PRODUCTS, reason="this CPU has no dot products of bfloat16")
 ROWS = (0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 70)
 
@@ -51,7 +58,7 @@ def check(linear: Callable[[torch.Tensor], torch.Tensor], dense: torch.Tensor, b
         assert ((y.double() - want).abs() <= want.abs() * 2**-8 + terms * (2**-20 + weight_error)).all(), rows
 
 
-@product
+@dense_product
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (33, 70), (64, 32), (96, 1100)])
 def test_dense_weights(product: Callable[..., None], outputs: int, inputs: int) -> None:
     """Blocks of 32 outputs, tiles of 16 rows and 32 inputs: what lies beyond a matrix is no part of it."""
@@ -74,15 +81,30 @@ def test_codes(
     check(panels.code_panels(weight, bias, product, few_rows), weight.dense(torch.float32), bias, 2**-9)
 
 
-@product
+@needs_floats
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("bits", "outputs", "inputs", "group"),
+    [(4, 48, 96, 32), (4, 16, 40, 40), (8, 48, 96, 16), (8, 80, 44, 44), (4, 32, 1152, 64), (8, 16, 600, 40)],
+)
+def test_codes_are_widened_to_what_the_dense_weight_is(bits: int, outputs: int, inputs: int, group: int, symmetric: bool) -> None:
+    """On AVX2 alone: panels that fill half a block, inputs that fill no piece, groups that end inside one."""
+    weight, x = codes(bits, outputs, inputs, group, symmetric), draw(70, inputs)
+    want = panels.dense_panels(weight.dense(torch.bfloat16), None, product_floats)
+    for rows in ROWS:
+        assert torch.equal(PanelWeight(weight).widened_product(x[:rows]), want(x[:rows])), rows
+
+
+@dense_product
 @pytest.mark.parametrize("make", ["dense", "4 bits", "8 bits"])
 def test_rows_do_not_depend_on_their_neighbours(product: Callable[..., None], make: str) -> None:
     """Deterministic runs need no fixed tiles then: a row alone, in any place and among any others has the same bits."""
-    linear = (
-        panels.dense_panels(draw(96, 600), None, product)
-        if make == "dense"
-        else panels.code_panels(codes(int(make[0]), 96, 600, 40, False), None, product, few_rows=False)
-    )
+    if make == "dense":
+        linear: Callable[[torch.Tensor], torch.Tensor] = panels.dense_panels(draw(96, 600), None, product)
+    elif product is product_floats:
+        linear = PanelWeight(codes(int(make[0]), 96, 600, 40, False)).widened_product
+    else:
+        linear = panels.code_panels(codes(int(make[0]), 96, 600, 40, False), None, product, few_rows=False)
     x = draw(70, 600)
     y = linear(x)
     for row in (0, 7, 15, 16, 40, 69):
@@ -90,13 +112,13 @@ def test_rows_do_not_depend_on_their_neighbours(product: Callable[..., None], ma
     assert torch.equal(linear(x[3:20]), y[3:20])
 
 
-@needs_dots
+@needs_floats
 def test_not_a_number_stays_in_its_row() -> None:
     """Rows are filled up with zeros before tiles read them: memory that happened to hold NaN times a weight of 0 would be NaN."""
     weight = draw(40, 70)
     x = draw(20, 70)
     x[3, 69] = torch.nan
-    for each in PRODUCTS.values():
+    for each in DENSE_PRODUCTS.values():
         y = panels.dense_panels(weight, None, each)(x)
         assert y[3].isnan().all() and y[[0, 2, 4, 19]].isfinite().all()
 
@@ -113,3 +135,23 @@ def test_which_way_a_run_takes() -> None:
     x = draw(64, 64)
     for rows in (4, 64):
         torch.testing.assert_close(shadowed(x[:rows]).float(), x[:rows].float() @ weight.dense(torch.float32).t(), rtol=0.02, atol=0.02)
+
+
+@needs_floats
+def test_a_cpu_without_bfloat16_takes_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's product of bfloat16 is ten times slower there than that of float32: no weight may end there."""
+    monkeypatch.setattr(panels, "has_bf16_dots", lambda: False)
+    monkeypatch.setattr(linear_module, "_has_onednn_bf16", lambda dtype: False)
+    for deterministic in (False, True):
+        made = make_dense_linear(draw(64, 64), None, facts(deterministic=deterministic))
+        assert isinstance(made, panels.PanelLinear)
+    assert not isinstance(make_dense_linear(draw(64, 64).float(), None, facts(torch.float32)), panels.PanelLinear)
+    weight, bias, x = codes(4, 64, 64, 32, False), draw(64), draw(64, 64)
+    monkeypatch.setattr(torch, "mm", None)
+    for options in ({}, {"deterministic": True}, {"weight_shadow": True}):
+        quantized = make_wna16_linear(weight, bias, facts(**options))
+        for rows in (1, 5, 64):
+            want = x[:rows].double() @ weight.dense(torch.float32).double().t() + bias
+            torch.testing.assert_close(quantized(x[:rows]).double(), want, rtol=0.02, atol=0.02)
+    fixed = make_wna16_linear(weight, None, facts(deterministic=True))
+    assert torch.equal(fixed(x)[3:4], fixed(x[3:4]))
