@@ -32,6 +32,7 @@ from dspark.kernels.cpu.blocks import (
 )
 from dspark.kernels.cpu.int8_rows import finish_rows, quantize_row
 from dspark.kernels.cpu.llvm import LINE_BYTES, address
+from dspark.kernels.cpu.pages import moved_to_large_pages
 from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.views import KINDS, matrix
 from dspark.kernels.facts import KernelFacts
@@ -148,7 +149,7 @@ class Int8Panels:
         corrections = filled.sum(1, dtype=torch.int32) * -128 if product is _product_vnni else torch.empty(0, dtype=torch.int32)
         self._product = product
         self._constants: tuple[Any, ...] = (
-            panels.view(-1).numpy(),
+            moved_to_large_pages(panels.view(-1)).numpy(),
             row_bytes,
             corrections.numpy(),
             _filled(weight.scales, missing[3]),

@@ -36,6 +36,7 @@ from dspark.kernels.cpu.blocks import (
     tile_shapes,
 )
 from dspark.kernels.cpu.llvm import LINE_BYTES, address
+from dspark.kernels.cpu.pages import moved_to_large_pages
 from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.views import matrix, vector
 from dspark.kernels.cpu.wna16_blocks import (
@@ -259,7 +260,7 @@ class PanelLinear:
         self.out_features, self.in_features = shape
         self._product = product
         row_inputs = -(-self.in_features // INPUT_STEP) * INPUT_STEP
-        weight, flat_bias = panels.view(-1).view(torch.uint8).numpy(), _outputs_filled(bias)
+        weight, flat_bias = moved_to_large_pages(panels.view(-1).view(torch.uint8)).numpy(), _outputs_filled(bias)
         groups = _outputs_filled(scales, 2), _outputs_filled(shifts, 2)
         self._constants: tuple[Any, ...] = (
             bits, weight, row_inputs, group, *groups, _outputs_filled(out_scales), flat_bias, tile_shapes()

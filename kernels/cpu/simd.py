@@ -10,7 +10,7 @@ numbers (e4m3fn: sign, 4 bits of exponent with bias 7, 3 of mantissa).
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
@@ -18,6 +18,8 @@ from numba.extending import intrinsic, overload
 from dspark.kernels.kv_cache import FP8_LIMIT, INT8_LIMIT
 
 LANES = 16
+WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))
+"""Whether there are 32 registers of 16 floats (AVX-512) instead of 16 of 8 (AVX2), in which half as many sums find room."""
 FLOAT = ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -301,8 +303,11 @@ def _values_intrinsic(num_rows: int, num_vectors: int):
 
 
 _scores_1, _scores_2, _scores_3, _scores_4 = (_scores_intrinsic(rows) for rows in (1, 2, 3, 4))
+_PIECES = {1: 4, 2: 4, 3: 4, 4: 4} if WIDE_REGISTERS else {1: 4, 2: 2, 3: 2, 4: 1}
+"""16-wide pieces of the head that `add_values` holds sums of, by rows: what the registers have room for."""
+_P1, _P2, _P3, _P4 = (16 * pieces for pieces in _PIECES.values())
 _values_1, _values_2, _values_3, _values_4 = (_values_intrinsic(rows, 1) for rows in (1, 2, 3, 4))
-_values_1x4, _values_2x4, _values_3x4, _values_4x4 = (_values_intrinsic(rows, 4) for rows in (1, 2, 3, 4))
+_values_1x, _values_2x, _values_3x, _values_4x = (_values_intrinsic(rows, pieces) for rows, pieces in _PIECES.items())
 
 
 @njit
@@ -311,6 +316,9 @@ def scores_16_keys(num_rows, q, q_offset, q_stride, keys, key_offset, key_stride
 
     keys is dimension-major: 16 neighbouring keys of one dimension lie together. head_dim is even.
     """
+    if num_rows == 4 and not WIDE_REGISTERS:
+        _scores_2(q, q_offset, q_stride, keys, key_offset, key_stride, head_dim, out, out_offset, out_stride)
+        q_offset, out_offset, num_rows = q_offset + 2 * q_stride, out_offset + 2 * out_stride, 2
     if num_rows == 1:
         _scores_1(q, q_offset, q_stride, keys, key_offset, key_stride, head_dim, out, out_offset, out_stride)
     elif num_rows == 2:
@@ -325,23 +333,30 @@ def scores_16_keys(num_rows, q, q_offset, q_stride, keys, key_offset, key_stride
 def add_values(num_rows, probs, p_offset, p_stride, values, v_offset, v_stride, num_keys, head_dim, out, out_offset, out_stride):
     """out[r, d] += sum over j < num_keys of probs[r, j] * values[j, d] for up to 4 rows. head_dim is a multiple of 16, num_keys >= 1."""
     d = 0
-    while d + 64 <= head_dim:
-        if num_rows == 1:
-            _values_1x4(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
-        elif num_rows == 2:
-            _values_2x4(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
-        elif num_rows == 3:
-            _values_3x4(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
-        else:
-            _values_4x4(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
-        d += 64
     while d < head_dim:
+        left = head_dim - d
         if num_rows == 1:
+            if left >= _P1:
+                _values_1x(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
+                d += _P1
+                continue
             _values_1(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
         elif num_rows == 2:
+            if left >= _P2:
+                _values_2x(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
+                d += _P2
+                continue
             _values_2(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
         elif num_rows == 3:
+            if left >= _P3:
+                _values_3x(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
+                d += _P3
+                continue
             _values_3(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
         else:
+            if left >= _P4:
+                _values_4x(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
+                d += _P4
+                continue
             _values_4(probs, p_offset, p_stride, values, v_offset + d, v_stride, num_keys, out, out_offset + d, out_stride)
         d += 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dspark.kernels.cpu.pages import in_large_pages
 from dspark.runtime.spec.model_config import ModelConfig
 
 
@@ -27,4 +28,5 @@ def allocate_layer(
     Uninitialised on purpose: on CPU a page of memory counts only once a block in it is used.
     """
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+    keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    return (in_large_pages(keys), in_large_pages(values)) if device == "cpu" else (keys, values)
