@@ -49,91 +49,86 @@ def has_wide_floats() -> bool:
     return has_instructions("avx2", "avx2") and has_instructions("fma3", "fma")
 
 
-def _float_intrinsic(num_rows: int, num_panels: int, lines: int):
-    """num_rows rows times one block of bfloat16, num_panels of its two at a time. lines: 1 asks for the next block's lines, 0 does not."""
+def _block_intrinsic(emit: Callable[..., None]):
+    """The compiled function that `emit` writes the code of, see `block_signature`; emit is given the builder, the bases of `block_bases`,
+    row_bytes, the number of rounds of a line of weights each, panel_bytes, and whether sums go on."""
 
     @intrinsic
-    def float_block(typingctx, x, x_offset, row_bytes, num_steps, weight, offset, panel_bytes, ahead, carry, sums, sums_offset):
+    def block(typingctx, x, x_offset, row_bytes, num_steps, weight, offset, panel_bytes, ahead, carry, sums, sums_offset):
         def codegen(context, builder, sig, args):
-            row_bytes, num_steps, panel_bytes, carry = args[2], args[3], args[6], args[8]
-            x_base, weight_base, ahead_base, sums_base = block_bases(context, builder, sig, args)
-            x_rows = [builder.gep(x_base, [builder.mul(row_bytes, I64(r))]) for r in range(num_rows)]
-            goes_on = builder.icmp_signed("!=", carry, I64(0))
-            for panels in [range(j, j + num_panels) for j in range(0, 2, num_panels)]:
-                places = _places(builder, sums_base, num_rows, panels, VECTOR)
-                before = [builder.select(goes_on, builder.load(p, align=LINE_BYTES), constant(VECTOR, 0)) for p in places]
-                loop = Loop(builder, builder.mul(num_steps, I64(STEP_BYTES // 4)), before)
-                step, column = builder.mul(loop.index, I64(LINE_BYTES)), builder.mul(loop.index, I64(8))
-                starts = [builder.add(step, builder.mul(panel_bytes, I64(j))) for j in panels]
-                words = [load(builder, builder.gep(weight_base, [start]), WORDS) for start in starts]
-                first = [builder.bitcast(builder.shl(word, constant(WORDS, 16)), VECTOR) for word in words]
-                second = [builder.bitcast(builder.and_(word, constant(WORDS, _UPPER)), VECTOR) for word in words]
-                new = list(loop.values)
-                for place, weights in ((column, first), (builder.add(column, I64(4)), second)):
-                    for r, row in enumerate(x_rows):
-                        spread = _spread(builder, builder.gep(row, [place]))
-                        for i, panel in enumerate(weights):
-                            index = r * len(weights) + i
-                            new[index] = call(builder, "llvm.fma.v16f32", [spread, panel, new[index]], VECTOR)
-                for start in starts[: len(starts) * lines]:
-                    prefetch_line(builder, ahead_base, start)
-                loop.close(new)
-                for place, total in zip(places, new, strict=True):
-                    builder.store(total, place, align=LINE_BYTES)
+            rounds = builder.mul(args[3], I64(STEP_BYTES // 4))
+            goes_on = builder.icmp_signed("!=", args[8], I64(0))
+            emit(builder, *block_bases(context, builder, sig, args), args[2], rounds, args[6], goes_on)
             return context.get_dummy_value()
 
         return block_signature(x, weight, sums), codegen
 
-    return float_block
+    return block
+
+
+def _float_intrinsic(num_rows: int, num_panels: int, lines: int):
+    """num_rows rows times one block of bfloat16, num_panels of its two at a time. lines: 1 asks for the next block's lines, 0 does not."""
+
+    def emit(builder, x_base, weight_base, ahead_base, sums_base, row_bytes, rounds, panel_bytes, goes_on):
+        x_rows = [builder.gep(x_base, [builder.mul(row_bytes, I64(r))]) for r in range(num_rows)]
+        for panels in [range(j, j + num_panels) for j in range(0, 2, num_panels)]:
+            places = _places(builder, sums_base, num_rows, panels, VECTOR)
+            before = [builder.select(goes_on, builder.load(place, align=LINE_BYTES), constant(VECTOR, 0)) for place in places]
+            loop = Loop(builder, rounds, before)
+            starts, column = _line_starts(builder, loop.index, panel_bytes, panels), builder.mul(loop.index, I64(8))
+            words = [load(builder, builder.gep(weight_base, [start]), WORDS) for start in starts]
+            first = [builder.bitcast(builder.shl(word, constant(WORDS, 16)), VECTOR) for word in words]
+            second = [builder.bitcast(builder.and_(word, constant(WORDS, _UPPER)), VECTOR) for word in words]
+            new = list(loop.values)
+            for place, weights in ((column, first), (builder.add(column, I64(4)), second)):
+                for r, row in enumerate(x_rows):
+                    spread = builder.bitcast(all_lanes(builder, _word(builder, row, place)), VECTOR)
+                    for i, panel in enumerate(weights):
+                        index = r * len(weights) + i
+                        new[index] = call(builder, "llvm.fma.v16f32", [spread, panel, new[index]], VECTOR)
+            for start in starts[: len(starts) * lines]:
+                prefetch_line(builder, ahead_base, start)
+            loop.close(new)
+            for place, total in zip(places, new, strict=True):
+                builder.store(total, place, align=LINE_BYTES)
+
+    return _block_intrinsic(emit)
 
 
 def _integer_intrinsic(num_rows: int, num_panels: int, lines: int):
     """The same with 8-bit integers."""
+    zero, eight, half_line = constant(_HALF_WORDS, 0), constant(_HALF_SHORTS, 8), LINE_BYTES // 2
 
-    @intrinsic
-    def integer_block(typingctx, x, x_offset, row_bytes, num_steps, weight, offset, panel_bytes, ahead, carry, sums, sums_offset):
-        def codegen(context, builder, sig, args):
-            row_bytes, num_steps, panel_bytes, carry = args[2], args[3], args[6], args[8]
-            x_base, weight_base, ahead_base, sums_base = block_bases(context, builder, sig, args)
-            x_rows = [builder.gep(x_base, [builder.mul(row_bytes, I64(r))]) for r in range(num_rows)]
-            goes_on, zero = builder.icmp_signed("!=", carry, I64(0)), constant(_HALF_WORDS, 0)
-            for panels in [range(j, j + num_panels) for j in range(0, 2, num_panels)]:
-                halves = [
-                    builder.gep(builder.bitcast(place, _HALF_WORDS.as_pointer()), [I64(half)])
-                    for place in _places(builder, sums_base, num_rows, panels, WORDS)
-                    for half in range(2)
-                ]
-                before = [builder.select(goes_on, builder.load(place, align=LINE_BYTES // 2), zero) for place in halves]
-                loop = Loop(builder, builder.mul(num_steps, I64(STEP_BYTES // 4)), before)
-                step, column = builder.mul(loop.index, I64(LINE_BYTES)), builder.mul(loop.index, I64(8))
-                starts = [builder.add(step, builder.mul(panel_bytes, I64(j))) for j in panels]
-                pieces = [
-                    load(builder, builder.gep(weight_base, [builder.add(start, I64(LINE_BYTES // 2 * half))]), _HALF_SHORTS)
-                    for start in starts
-                    for half in range(2)
-                ]
-                eight = constant(_HALF_SHORTS, 8)
-                even = [builder.ashr(builder.shl(piece, eight), eight) for piece in pieces]
-                odd = [builder.ashr(piece, eight) for piece in pieces]
-                new = list(loop.values)
-                for place, weights in ((column, even), (builder.add(column, I64(4)), odd)):
-                    for r, row in enumerate(x_rows):
-                        pair = builder.load(builder.bitcast(builder.gep(row, [place]), I32.as_pointer()), align=4)
-                        spread = builder.bitcast(_eight_lanes(builder, pair), _HALF_SHORTS)
-                        for i, piece in enumerate(weights):
-                            index = r * len(weights) + i
-                            products = call(builder, "llvm.x86.avx2.pmadd.wd", [spread, piece], _HALF_WORDS)
-                            new[index] = builder.add(new[index], products)
-                for start in starts[: len(starts) * lines]:
-                    prefetch_line(builder, ahead_base, start)
-                loop.close(new)
-                for place, total in zip(halves, new, strict=True):
-                    builder.store(total, place, align=LINE_BYTES // 2)
-            return context.get_dummy_value()
+    def emit(builder, x_base, weight_base, ahead_base, sums_base, row_bytes, rounds, panel_bytes, goes_on):
+        x_rows = [builder.gep(x_base, [builder.mul(row_bytes, I64(r))]) for r in range(num_rows)]
+        for panels in [range(j, j + num_panels) for j in range(0, 2, num_panels)]:
+            halves = [
+                builder.gep(builder.bitcast(place, _HALF_WORDS.as_pointer()), [I64(half)])
+                for place in _places(builder, sums_base, num_rows, panels, WORDS)
+                for half in range(2)
+            ]
+            before = [builder.select(goes_on, builder.load(place, align=half_line), zero) for place in halves]
+            loop = Loop(builder, rounds, before)
+            starts, column = _line_starts(builder, loop.index, panel_bytes, panels), builder.mul(loop.index, I64(8))
+            places = [builder.add(start, I64(half_line * half)) for start in starts for half in range(2)]
+            pieces = [load(builder, builder.gep(weight_base, [place]), _HALF_SHORTS) for place in places]
+            even = [builder.ashr(builder.shl(piece, eight), eight) for piece in pieces]
+            odd = [builder.ashr(piece, eight) for piece in pieces]
+            new = list(loop.values)
+            for place, weights in ((column, even), (builder.add(column, I64(4)), odd)):
+                for r, row in enumerate(x_rows):
+                    spread = builder.bitcast(_eight_lanes(builder, _word(builder, row, place)), _HALF_SHORTS)
+                    for i, piece in enumerate(weights):
+                        index = r * len(weights) + i
+                        products = call(builder, "llvm.x86.avx2.pmadd.wd", [spread, piece], _HALF_WORDS)
+                        new[index] = builder.add(new[index], products)
+            for start in starts[: len(starts) * lines]:
+                prefetch_line(builder, ahead_base, start)
+            loop.close(new)
+            for place, total in zip(halves, new, strict=True):
+                builder.store(total, place, align=half_line)
 
-        return block_signature(x, weight, sums), codegen
-
-    return integer_block
+    return _block_intrinsic(emit)
 
 
 def _widen_intrinsic(bits: int):
@@ -181,10 +176,15 @@ def _places(builder, sums_base, num_rows: int, panels: range, vector: ir.Type) -
     ]
 
 
-def _spread(builder, pointer):
-    """The float at a pointer, in every lane."""
-    word = builder.load(builder.bitcast(pointer, I32.as_pointer()), align=4)
-    return builder.bitcast(all_lanes(builder, word), VECTOR)
+def _line_starts(builder, index, panel_bytes, panels: range) -> list[Any]:
+    """Where line `index` of each of these panels begins."""
+    step = builder.mul(index, I64(LINE_BYTES))
+    return [builder.add(step, builder.mul(panel_bytes, I64(j))) for j in panels]
+
+
+def _word(builder, row, place):
+    """The 32 bits at a place of a row of x."""
+    return builder.load(builder.bitcast(builder.gep(row, [place]), I32.as_pointer()), align=4)
 
 
 def _eight_lanes(builder, word):
