@@ -22,6 +22,13 @@ def stage(arrays: Sequence[np.ndarray], device: str) -> list[torch.Tensor]:
     return _parts(_packed(arrays, device).to(device, non_blocking=True), arrays)
 
 
+def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The arrays as `Places.take` takes them: one array of bytes, to be staged with others."""
+    room = np.empty(_starts(arrays)[-1], np.uint8)
+    _lay(arrays, room)
+    return room
+
+
 class Places:
     """Memory of the device for arrays of fixed dtypes and shapes, filled in one copy each time. tensors: the arrays there."""
 
@@ -34,6 +41,16 @@ class Places:
         """Copy arrays of the same dtypes and shapes there, behind the work that was started before."""
         self._memory.copy_(_packed(arrays, self._device), non_blocking=True)
 
+    def take(self, packed: torch.Tensor) -> None:
+        """The same of arrays that were packed by `pack` and are on the device."""
+        self._memory.copy_(packed)
+
+
+def wait_for(device: str) -> None:
+    """Wait until what was started on the device's current stream is done."""
+    if device.startswith("cuda"):
+        torch.cuda.current_stream(device).synchronize()
+
 
 def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
     """First byte of each array in a packed buffer, and the buffer's size."""
@@ -44,12 +61,14 @@ def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
 
 
 def _packed(arrays: Sequence[np.ndarray], device: str) -> torch.Tensor:
-    starts = _starts(arrays)
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.startswith("cuda"))
-    room = packed.numpy()
-    for start, array in zip(starts, arrays, strict=False):
-        room[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    packed = torch.empty(_starts(arrays)[-1], dtype=torch.uint8, pin_memory=device.startswith("cuda"))
+    _lay(arrays, packed.numpy())
     return packed
+
+
+def _lay(arrays: Sequence[np.ndarray], room: np.ndarray) -> None:
+    for start, array in zip(_starts(arrays), arrays, strict=False):
+        room[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _parts(packed: torch.Tensor, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dspark.kernels.staging import Places
+from dspark.kernels.staging import Places, pack
 from dspark.runtime.execution.forward_batch import ForwardBatch, Laid, batch_of
 from dspark.runtime.scheduling.plan import SchedulerOutput
 from dspark.runtime.speculation.drafter import Drafter
@@ -42,8 +42,11 @@ class Bucket:
 
 @dataclass
 class _Entry:
+    """there: the places' tensors by the names of arrays."""
+
     times_met: int = 0
     places: Places | None = None
+    there: dict[str, torch.Tensor] = field(default_factory=dict)
     replay: Callable[[], torch.Tensor] | None = None
 
 
@@ -92,16 +95,38 @@ class StepGraphs:
         return bucket
 
     def run(self, bucket: Bucket, laid: Laid) -> torch.Tensor:
-        """Logits [rows, V] of a step that `meet` has found a bucket for (part of a step's work). They last until the bucket's next step."""
-        entry = self._entries[bucket]
+        """Logits [rows, V] of a step that `meet` has found a bucket for (part of a step's work). They last until the next recording is
+        made or replayed."""
         arrays = padded(bucket, laid, self.block_size)
+        self._places(bucket, arrays).fill(list(arrays.values()))
+        return self._replayed(bucket, laid)
+
+    def packed(self, bucket: Bucket, laid: Laid) -> np.ndarray:
+        """The step's inputs as `run_packed` takes them: bytes, to be staged with others."""
+        arrays = padded(bucket, laid, self.block_size)
+        self._places(bucket, arrays)
+        return pack(list(arrays.values()))
+
+    def run_packed(self, bucket: Bucket, laid: Laid, packed: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """`run` of inputs that are on the device. token_ids int64 [T]: instead of the step's own."""
+        entry = self._entries[bucket]
+        assert entry.places is not None
+        entry.places.take(packed)
+        if token_ids is not None:
+            entry.there["token_ids"][: token_ids.shape[0]].copy_(token_ids)
+        return self._replayed(bucket, laid)
+
+    def _places(self, bucket: Bucket, arrays: dict[str, np.ndarray]) -> Places:
+        entry = self._entries[bucket]
         if entry.places is None:
             entry.places = Places(list(arrays.values()), self.device)
-        entry.places.fill(list(arrays.values()))
+            entry.there = dict(zip(arrays, entry.places.tensors, strict=True))
+        return entry.places
+
+    def _replayed(self, bucket: Bucket, laid: Laid) -> torch.Tensor:
+        entry = self._entries[bucket]
         if entry.replay is None:
-            there = dict(zip(arrays, entry.places.tensors, strict=True))
-            batch = batch_of(there, bucket.max_query_len, bucket.max_context_len, longest=0)
-            entry.replay = self._recorded(batch)
+            entry.replay = self._recorded(batch_of(entry.there, bucket.max_query_len, bucket.max_context_len, longest=0))
         self.num_replayed += self.failed is None
         self.num_eager += self.failed is not None
         return entry.replay()[: laid.arrays["sample_rows"].shape[0]]
@@ -184,14 +209,20 @@ def why_not(wanted: str, device: str, taken: dict[str, str], has_experts: bool, 
         return "--cuda-graphs is off"
     if device != "cuda":
         return f"needs a GPU, the device is {device}"
+    waits = waits_for_host(taken, has_experts)
+    return waits if waits is not None or drafter is None else drafter.why_not_recorded()
+
+
+def waits_for_host(taken: dict[str, str], has_experts: bool) -> str | None:
+    """The op of a model that cannot be recorded, in words, or None."""
     for op in ("rope_store_kv", "paged_attention", *(("moe_mlp",) if has_experts else ())):
         if taken[op] != "triton":
             return f"{op} is the {taken[op]} one, which waits for the host"
-    return drafter.why_not_recorded() if drafter is not None else None
+    return None
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory: they never run at the same time."""
+    """CUDA graphs that share one pool of memory: those of one recorder never run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -102,10 +102,12 @@ class SingleExecutor:
         if drafter is not None:
             drafter.allocate(self.num_blocks)
         taken = {op: choice["taken"] for op, choice in model.kernels.explain().items()}
-        self._no_graphs = None
+        self._no_graphs, own_record = None, record
         if record is None:
             self._no_graphs = why_not(config.cuda_graphs, self.device, taken, manifest.model.num_experts > 0, drafter)
-            record = CudaRecorder() if self._no_graphs is None else None
+            record, own_record = (CudaRecorder(), CudaRecorder()) if self._no_graphs is None else (None, None)
+        if drafter is not None and own_record is not None:
+            drafter.record(own_record)
         self._runner = runner(self.num_blocks, drafter, record)
         self._drafter, self._draft_s = drafter, 0.0
         self._dtype = manifest.model.dtype
@@ -177,6 +179,7 @@ class SingleExecutor:
             "sampling_s": self._runner.sampling_s,
             **(self._governor.metrics() if self._governor is not None else {}),
             **({"draft_s": self._draft_s, "absorb_s": self._runner.absorb_s} if self._runner.drafter is not None else {}),
+            **(self._drafter.metrics() if self._drafter is not None else {}),
         }
 
     def reset_counters(self) -> None:

@@ -75,6 +75,12 @@ class DeviceRows:
         )
         return found, logits
 
+    def ahead(self, rows: Sequence[RowContext], widths: Sequence[int], keep_spreads: bool) -> DrawsAhead:
+        """Draws at several positions, one after the other; all rows must draw alone. See DrawsAhead."""
+        assert all(self.draws_alone(row) for row in rows), "an option looks at tokens that the host does not know"
+        places = [(rows[:width], [row.num_tokens + depth for row in rows[:width]]) for depth, width in enumerate(widths)]
+        return DrawsAhead(rows, widths, keep_spreads, [row_options(*place) for place in places], [self._edits(*place) for place in places])
+
     def _edits(self, rows: Sequence[RowContext], positions: Sequence[int]) -> np.ndarray:
         """What `kernels.edit_logits` takes, int32 [5, n]."""
         parts = [
@@ -83,6 +89,96 @@ class DeviceRows:
             if changes_logits(row.request.params, position - row.prompt_len)
         ]
         return np.concatenate(parts, 1) if parts else np.empty((5, 0), np.int32)
+
+
+class DrawsAhead:
+    """Draws at the positions from each row's next one on, of which the host sees none before all are drawn.
+
+    widths: rows that take part at each position, the first ones. keep_spreads: keep the probabilities that tokens are drawn from. options,
+    edits: for each position what `kernels.draw_rows` and `kernels.edit_logits` take. arrays: what goes to the device beforehand, with other
+    things; `place` is given it there.
+    """
+
+    def __init__(
+        self, rows: Sequence[RowContext], widths: Sequence[int], keep_spreads: bool, options: list[np.ndarray], edits: list[np.ndarray]
+    ) -> None:
+        params = [row.request.params for row in rows]
+        self.widths = list(widths)
+        self._filters = has_filters(rows)
+        self._is_tempered = any(not p.is_greedy and p.temperature != 1.0 for p in params)
+        temperatures = [1.0 if p.is_greedy else usable_temperature(p.temperature) for p in params]
+        cuts = [[p.is_greedy for p in params], [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+        dtypes = np.bool_, np.int64, np.float64, np.float32
+        columns = [np.asarray(temperatures, np.float32), *map(np.asarray, cuts, dtypes)]
+        self.arrays = [*options, *edits, *(column[:, None] for column in columns)]
+        self.spreads: torch.Tensor | None = None
+        self._keep, self._num_rows = keep_spreads, len(rows)
+        self._there: list[torch.Tensor] = []
+        self._drawn: list[torch.Tensor] = []
+
+    def place(self, there: Sequence[torch.Tensor]) -> None:
+        """Take `arrays`, on the device."""
+        self._there = list(there)
+
+    def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [width, V] of the next position -> a token for each row int64 [width], one that exists where none can be drawn; and the
+        rows float32 [width, V] as the requests' options left them. spreads float32 [rows, positions, V] get the rows' probabilities."""
+        depth, count = len(self._drawn), len(self.widths)
+        width, options, edits = self.widths[depth], self._there[depth], self._there[count + depth]
+        logits = logits.float()
+        if edits.shape[1]:
+            kernels.edit_logits(logits, edits)
+        tokens = kernels.draw_rows(logits, options, self._filters)[:, kernels.TOKEN]
+        self._drawn.append(tokens)
+        tokens = tokens.clamp(min=0).long()
+        if self._keep:
+            if self.spreads is None:
+                self.spreads = logits.new_empty(self._num_rows, count, logits.shape[1])
+            self.spreads[:width, depth] = self._spread(logits, tokens)
+        return tokens, logits
+
+    def _spread(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        width = logits.shape[0]
+        temperature, is_greedy, top_k, top_p, min_p = (column[:width] for column in self._there[2 * len(self.widths) :])
+        drawn = spread_rows(logits, temperature, top_k, top_p, min_p, self._filters)
+        return torch.where(is_greedy, torch.zeros_like(drawn).scatter_(1, tokens[:, None], 1.0), drawn)
+
+    def sureness(self, rows: torch.Tensor) -> torch.Tensor:
+        """`sureness` of rows [width, V] at the requests' temperatures."""
+        return sureness(rows, self._there[2 * len(self.widths)][: rows.shape[0]] if self._is_tempered else None)
+
+    def fetch(self, others: Sequence[torch.Tensor]) -> tuple[list[list[int]], list[list[float]]]:
+        """Wait for the draws, in one copy to the host: the tokens of each position, -1 where none could be drawn, and other float32 [width]
+        of each position (others: of all positions, or none)."""
+        found = _to_host(torch.cat([*self._drawn, *(other.float().view(torch.int32) for other in others)]))
+        ends = np.cumsum(self.widths)[:-1]
+        tokens, rest = found[: sum(self.widths)], found[sum(self.widths) :].view(np.float32)
+        values = [part.tolist() for part in np.split(rest, ends)] if others else []
+        return [part.tolist() for part in np.split(tokens, ends)], values
+
+
+def sureness(rows: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
+    """Probability of the best token of each row float32 [n, V] -> float32 [n]. temperatures float32 [n, 1], None where all are 1."""
+    rows = rows if temperatures is None else rows / temperatures
+    return (rows.amax(-1) - rows.logsumexp(-1)).exp()
+
+
+def spread_rows(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, has_cuts: bool = True
+) -> torch.Tensor:
+    """`filters.probabilities` of rows float32 [n, V] side by side, without waiting for them. Options [n, 1]: float32, int64, float64 and
+    float32. has_cuts: whether any row has top-k or top-p."""
+    probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)
+    keep = probs >= min_p * probs.amax(-1, keepdim=True)
+    if has_cuts:
+        ranked, order = torch.sort(probs, descending=True, stable=True)
+        stays = torch.arange(probs.shape[1], device=probs.device) < top_k.masked_fill(top_k <= 0, probs.shape[1])
+        ranked = torch.where(stays, ranked, torch.zeros_like(ranked))
+        mass_before = ranked.cumsum(-1, dtype=torch.float64) - ranked
+        stays &= (mass_before < top_p * ranked.sum(-1, keepdim=True, dtype=torch.float64)) | (top_p >= 1.0)
+        keep &= torch.zeros_like(keep).scatter_(1, order, stays)
+    kept = probs * keep
+    return kept / kept.sum(-1, keepdim=True)
 
 
 def device_rows_for(choice: Kernels, eos_token_ids: frozenset[int]) -> DeviceRows | None:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from dspark.kernels.ops import AttentionBatch
+from dspark.kernels.staging import wait_for
 from dspark.runtime.execution.forward_batch import ForwardBatch
+from dspark.runtime.execution.graphs import Record
 from dspark.runtime.execution.loader import load_model
 from dspark.runtime.jobs.tokenizer import TextCodec, load_codec
 from dspark.runtime.kv.pool import allocate_pool, bytes_per_block
 from dspark.runtime.layers.rope import RotaryTables, Rotations
-from dspark.runtime.models.decoder import Decoder, KVCaches
+from dspark.runtime.models.decoder import Decoder
 from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.speculation.draft import Draft
 from dspark.runtime.speculation.draft_pages import SlotLedger
+from dspark.runtime.speculation.draft_steps import DraftSteps, Run, lay_out, lay_out_ahead
 from dspark.runtime.speculation.draft_vocabulary import MAPPED_NAME, DraftVocabulary, build_vocabulary
-from dspark.runtime.speculation.heads.chains import Chains
+from dspark.runtime.speculation.heads.chains import Chains, DeviceChains, draws_there
 
 METHOD = "draft-model"
 MAX_DRAFT = 10
@@ -32,16 +33,6 @@ CATCH_UP_TOKENS = 512
 """Tokens that one round computes at most for sequences that lack keys, which bounds its memory; the rest waits for later rounds."""
 LOOK_AWAY_AFTER = 32
 """After so many steps without a draft new prompts are no longer followed: when drafting does not pay, it is to cost nothing."""
-
-
-@dataclass
-class _Run:
-    """Tokens of one sequence to compute: from position `start` on, in the target's ids."""
-
-    blocks: list[int]
-    start: int
-    tokens: Rows[int]
-    rope_len: int
 
 
 class DraftModel:
@@ -60,18 +51,17 @@ class DraftModel:
         self._sampler, self._keep = sampler, keep_distributions
         facts = model.kernels.facts
         self.context = min(model.config.context_length, max_model_len)
-        self._rope = RotaryTables(model.config, self.context, facts.device)
+        self._steps = DraftSteps(model, vocabulary, RotaryTables(model.config, self.context, facts.device), max_tokens + 1)
         self.bytes_per_block = bytes_per_block(model.config, facts.block_size, facts.kv_dtype)
-        self._caches: KVCaches = []
         self._steps_without = 0
 
     def allocate(self, num_blocks: int) -> None:
         facts = self.model.kernels.facts
-        self._caches = allocate_pool(self.model.config, num_blocks, facts.block_size, facts.kv_dtype, facts.device)
+        self._steps.caches = allocate_pool(self.model.config, num_blocks, facts.block_size, facts.kv_dtype, facts.device)
         self._ledger = SlotLedger(num_blocks, facts.block_size)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        for k_cache, v_cache in self._caches:
+        for k_cache, v_cache in self._steps.caches:
             self.model.kernels.copy_blocks(k_cache, v_cache, source, target)
         self._ledger.copy_blocks(source.cpu().numpy(), target.cpu().numpy())
 
@@ -84,6 +74,12 @@ class DraftModel:
     def why_not_recorded(self) -> str | None:
         """Nothing: it has no part in steps that decode and verify."""
         return None
+
+    def record(self, record: Record) -> None:
+        self._steps.record(record)
+
+    def metrics(self) -> dict[str, Any]:
+        return self._steps.metrics()
 
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
         """Compute the step's prompt tokens, as far as what lies before them is known. Single tokens and drafts wait for `draft`."""
@@ -102,38 +98,81 @@ class DraftModel:
             blocks = attention.block_tables[i].tolist()
             if count > 0 and self._ledger.knows(blocks, start - 1):
                 tokens = batch.token_ids[first : first + count].tolist()
-                runs.append(_Run(blocks, start, tokens, int(batch.rope_lengths[end - 1])))
+                runs.append(Run(blocks, start, tokens, int(batch.rope_lengths[end - 1])))
         if runs:
-            self._forward(runs, [])
+            self._compute(runs, 0)
 
     @torch.inference_mode()
     def draft(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
-        """Chains of up to max_tokens; none for a sequence that has more to catch up with, or that is beyond the draft's context."""
+        """Chains of up to max_tokens; none for a sequence that has more to catch up with, or that is beyond the draft's context.
+
+        Sequences whose options look at tokens draft by themselves, token by token, so that they hold up nobody else.
+        """
         self._steps_without = 0
-        ready, runs = self._catch_up(sequences, rooms)
         drafts: list[Draft | None] = [None] * len(sequences)
-        if not runs:
-            return drafts
-        logits = self._forward(runs, list(range(len(ready))))
-        if not ready:
-            return drafts
-        seqs = [sequences[i] for i in ready]
-        for seq in seqs:
-            seq.drafter_len = seq.num_computed
-        limits = [min(rooms[i], self.max_tokens, self.context - sequences[i].num_tokens + 1) for i in ready]
-        chains = Chains(self._sampler, seqs, limits, self._keep, LEAST_SURVIVAL)
-        chains.draw(self.vocabulary.widen(logits))
-        depth = 0
-        while rows := chains.open_rows:
-            newest = chains.newest
-            steps = [_Run(seqs[r].table.blocks, seqs[r].num_tokens + depth, [newest[r]], seqs[r].rope_len) for r in rows]
-            chains.draw(self.vocabulary.widen(self._forward(steps, list(range(len(rows))))), rows=rows)
-            depth += 1
-        for i, draft in zip(ready, chains.drafts(METHOD), strict=True):
-            drafts[i] = draft
+        there = [draws_there(self._sampler, seq) for seq in sequences]
+        for kind, draft in ((True, self._draft_there), (False, self._draft_here)):
+            members = [i for i, its in enumerate(there) if its is kind]
+            if members:
+                for i, made in draft([sequences[i] for i in members], [rooms[i] for i in members]).items():
+                    drafts[members[i]] = made
+        wait_for(self.model.kernels.facts.device)
         return drafts
 
-    def _catch_up(self, sequences: list[Sequence], rooms: list[int]) -> tuple[list[int], list[_Run]]:
+    def _draft_here(self, sequences: list[Sequence], rooms: list[int]) -> dict[int, Draft | None]:
+        """Drafts by index, every token drawn by the host."""
+        ready, runs = self._catch_up(sequences, rooms)
+        if not runs:
+            return {}
+        logits = self._compute(runs, len(ready))
+        if not ready:
+            return {}
+        seqs = [sequences[i] for i in ready]
+        chains = Chains(self._sampler, seqs, [self._limit(sequences[i], rooms[i]) for i in ready], self._keep, LEAST_SURVIVAL)
+        chains.draw(logits)
+        depth = 0
+        while rows := chains.open_rows:
+            newest = chains.newest_tokens
+            steps = [Run(seqs[r].table.blocks, seqs[r].num_tokens + depth, [newest[r]], seqs[r].rope_len) for r in rows]
+            chains.draw(self._compute(steps, len(rows)), rows=rows)
+            depth += 1
+        return dict(zip(ready, chains.drafts(METHOD), strict=True))
+
+    def _draft_there(self, sequences: list[Sequence], rooms: list[int]) -> dict[int, Draft | None]:
+        """The same on the device: one copy takes the inputs of all depths there, one brings the tokens of all depths back.
+
+        Sequences with more room come first, so that those which go on to a depth are the first ones. One that is less sure of itself than
+        the host would go on with is computed to its limit all the same: what was fed is noted, whether it becomes a draft or not.
+        """
+        assert self._sampler.device_rows is not None
+        ready, runs = self._catch_up(sequences, rooms)
+        if not ready:
+            if runs:
+                self._compute(runs, 0)
+            return {}
+        limits = [self._limit(sequences[i], rooms[i]) for i in ready]
+        order = sorted(range(len(ready)), key=lambda place: -limits[place])
+        ready, runs = [ready[place] for place in order], [*(runs[place] for place in order), *runs[len(order) :]]
+        limits, seqs = sorted(limits, reverse=True), [sequences[i] for i in ready]
+        widths = [sum(limit > depth for limit in limits) for depth in range(limits[0])]
+        chains = DeviceChains(self._sampler.device_rows, seqs, limits, self._keep, LEAST_SURVIVAL, widths)
+        block_size = self.model.kernels.facts.block_size
+        laids = [lay_out(runs, len(ready), block_size), *lay_out_ahead(seqs, widths[1:], block_size)]
+        steps, placed = self._steps.place(laids, chains.arrays)
+        chains.place(placed)
+        for depth, (step, width) in enumerate(zip(steps, widths, strict=True)):
+            chains.draw(self._steps.logits(step, chains.newest()[:width] if depth else None))
+        self._note(runs)
+        drafts = chains.drafts(METHOD)
+        for row, seq in enumerate(seqs):
+            fed = [drawn[row] for drawn in chains.fed[: limits[row] - 1]]
+            self._ledger.write(seq.table.blocks, seq.num_tokens, fed)
+        return dict(zip(ready, drafts, strict=True))
+
+    def _limit(self, seq: Sequence, room: int) -> int:
+        return min(room, self.max_tokens, self.context - seq.num_tokens + 1)
+
+    def _catch_up(self, sequences: list[Sequence], rooms: list[int]) -> tuple[list[int], list[Run]]:
         """(sequences that can draft, what to compute first): theirs come first, in order, each up to its newest token."""
         ready, runs, partial, budget = [], [], [], CATCH_UP_TOKENS
         for i, (seq, room) in enumerate(zip(sequences, rooms, strict=True)):
@@ -141,57 +180,26 @@ class DraftModel:
                 continue
             start = self._ledger.valid_len(seq)
             tokens = seq.token_ids[start : start + budget]
-            run = _Run(seq.table.blocks, start, tokens, seq.rope_len)
+            run = Run(seq.table.blocks, start, tokens, seq.rope_len)
             budget -= len(tokens)
             if start + len(tokens) == seq.num_tokens:
                 ready.append(i)
+                seq.drafter_len = seq.num_computed
                 runs.append(run)
             else:
                 partial.append(run)
         return ready, runs + partial
 
-    def _forward(self, runs: list[_Run], wanted: list[int]) -> torch.Tensor:
-        """Compute the runs' tokens; logits [len(wanted), V] after the last token of the runs `wanted` (the first ones, in order)."""
-        facts = self.model.kernels.facts
-        token_ids, lengths, attention = lay_out(runs, facts.block_size, facts.device)
-        rotations = self._rope.lookup(attention.positions, lengths)
-        rows = attention.query_start[1:][wanted].long() - 1
-        hidden = self.model.forward(self.vocabulary.feed(token_ids), rotations, self._caches, attention, rows)
+    def _compute(self, runs: list[Run], num_wanted: int) -> torch.Tensor:
+        """Compute the runs' tokens; logits float32 [num_wanted, V] after the last token of the first runs."""
+        (step,), _ = self._steps.place([lay_out(runs, num_wanted, self.model.kernels.facts.block_size)])
+        logits = self._steps.logits(step)
+        self._note(runs)
+        return logits
+
+    def _note(self, runs: list[Run]) -> None:
         for run in runs:
             self._ledger.write(run.blocks, run.start, run.tokens)
-        return self.model.logits(hidden) if wanted else hidden
-
-
-def lay_out(runs: list[_Run], block_size: int, device: str) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
-    """Token ids int64 [T], rope lengths int64 [T] and the batch of runs, one after the other."""
-    counts = np.asarray([len(run.tokens) for run in runs], np.int64)
-    starts = np.asarray([run.start for run in runs], np.int64)
-    query_start = np.zeros(len(runs) + 1, np.int32)
-    np.cumsum(counts, out=query_start[1:])
-    used = -(-(starts + counts) // block_size)
-    tables = np.zeros((len(runs), int(used.max())), np.int32)
-    for i, run in enumerate(runs):
-        tables[i, : used[i]] = run.blocks[: used[i]]
-    owner = np.repeat(np.arange(len(runs)), counts)
-    positions = np.arange(int(query_start[-1])) - query_start[owner] + starts[owner]
-    slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    token_ids = np.asarray([token for run in runs for token in run.tokens], np.int64)
-    lengths = np.maximum(np.asarray([run.rope_len for run in runs], np.int64)[owner], positions + 1)
-
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
-    context_lens = (starts + counts).astype(np.int32)
-    batch = AttentionBatch(
-        query_start=put(query_start),
-        context_lens=put(context_lens),
-        block_tables=put(tables),
-        slot_mapping=put(slots),
-        positions=put(positions),
-        max_query_len=int(counts.max()),
-        max_context_len=int(context_lens.max()),
-    )
-    return put(token_ids), put(lengths), batch
 
 
 def load_draft_model(

@@ -78,6 +78,12 @@ class DraftVocabulary:
     to_draft: torch.Tensor | None
     to_target: torch.Tensor | None
 
+    def __post_init__(self) -> None:
+        if self.to_target is not None:
+            self._is_known = self.to_target >= 0
+            self._known = self._is_known.nonzero()[:, 0]
+            self._equals = self.to_target[self._known]
+
     def feed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Target ids int64 [n] -> draft ids [n]."""
         return token_ids if self.to_draft is None else self.to_draft[token_ids]
@@ -89,11 +95,9 @@ class DraftVocabulary:
         """
         if self.to_target is None:
             return logits.float()
-        known = self.to_target >= 0
         wide = torch.full((logits.shape[0], self.target_size), -torch.inf, device=logits.device)
-        wide[:, self.to_target[known]] = logits[:, known].float()
-        wide[~known[logits.argmax(-1)]] = -torch.inf
-        return wide
+        wide[:, self._equals] = logits[:, self._known].float()
+        return wide.masked_fill_(~self._is_known[logits.argmax(-1)][:, None], -torch.inf)
 
 
 def build_vocabulary(

@@ -11,7 +11,7 @@ learns from what came of them. None of them can change a text: that is the verif
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.speculation.draft import Draft, Verified
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from dspark.runtime.execution.forward_batch import ForwardBatch
+    from dspark.runtime.execution.graphs import Record
     from dspark.runtime.layers.rope import Rotations
 
 
@@ -51,7 +52,14 @@ class Drafter(Protocol):
         """Why such steps cannot be recorded with its part in them, or None."""
 
     def draft(self, sequences: list[Sequence], rooms: list[int]) -> list[Draft | None]:
-        """A draft for each sequence: its newest token is not computed yet, all others are (num_computed == num_tokens - 1)."""
+        """A draft for each sequence: its newest token is not computed yet, all others are (num_computed == num_tokens - 1). What it has
+        started on the device is done when it returns."""
+
+    def record(self, record: Record) -> None:
+        """Replay what it does over and over for a draft from recordings, from now on. They may be replayed beside the target's."""
+
+    def metrics(self) -> dict[str, Any]:
+        """What came of that, JSON-ready, {} where it records nothing."""
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks int64 [n] in its layers, as the target's are copied."""

@@ -1,4 +1,4 @@
-"""Run as a script: drafting heads on Triton's kernels against the same heads on the reference kernels; one JSON line a head.
+"""Run as a script: drafters on Triton's kernels, drawing on the device, against the same on the reference kernels; one JSON line each.
 
     TRITON_INTERPRET=1 python draft_device.py [KIND ...]     under Triton's interpreter, on CPU tensors
     python draft_device.py --device cuda [KIND ...]          on a GPU
@@ -21,12 +21,14 @@ from tiny_models import make_tiny_checkpoint
 from dspark.converters.drafts.checkpoint import read_draft
 from dspark.converters.drafts.store import store_draft
 from dspark.converters.pipeline import convert
+from dspark.runtime.jobs.tokenizer import load_codec
 from dspark.runtime.spec.manifest import load_manifest
 from dspark.runtime.spec.request import Request
 from dspark.runtime.spec.sampling_params import SamplingParams
+from dspark.runtime.speculation.draft_model import load_draft_model
 from dspark.runtime.speculation.heads.load import load_drafter
 
-KINDS = ("deepspec-vanilla", "zlab-dflash", "eagle3-original")
+KINDS = ("deepspec-vanilla", "zlab-dflash", "eagle3-original", "draft-model")
 
 
 def heads_check(kind: str, device: str) -> str:
@@ -35,14 +37,18 @@ def heads_check(kind: str, device: str) -> str:
         folder = Path(name)
         checkpoint = make_tiny_checkpoint(folder / "checkpoint", "llama", num_hidden_layers=TARGET_LAYERS)
         convert(checkpoint, folder / "engine", dtype="float32", audit=False)
-        made = make_draft(folder / "published", kind)
-        (folder / "draft").mkdir()
-        store_draft(read_draft(made.path, load_manifest(folder / "engine").model), folder / "draft", "float32")
+        if kind != "draft-model":
+            made = make_draft(folder / "published", kind)
+            (folder / "draft").mkdir()
+            store_draft(read_draft(made.path, load_manifest(folder / "engine").model), folder / "draft", "float32")
         prompts = [[(7 * i) % 300 + 5 for i in range(19)], [9, 8, 7]]
         asked = [Request(i, p, SamplingParams(max_tokens=7, temperature=1.0, ignore_eos=True), draw_key=i) for i, p in enumerate(prompts)]
 
         def drafted(interpreted: bool, **settings: str) -> list[torch.Tensor]:
             def build(model, sampler, max_len):  # type: ignore[no-untyped-def]
+                if kind == "draft-model":
+                    engine = folder / "engine"
+                    return load_draft_model(engine, model, load_codec(engine), sampler, max_len, 3, keep_distributions=True)
                 return load_drafter(folder / "draft", model, sampler, max_len, keep_distributions=True)
 
             got = run(folder / "engine", asked, build, interpreted=interpreted, **settings)

@@ -90,6 +90,6 @@ class Rig:
 
 def layers_of(drafter: Any) -> list[torch.Tensor]:
     """What a drafter keeps in the pool's blocks: keys, values and, of EAGLE-3, features; without blocks of its own."""
-    pairs = drafter._pages.caches if hasattr(drafter, "_pages") else drafter._caches
+    pairs = drafter._pages.caches if hasattr(drafter, "_pages") else drafter._steps.caches
     features = [drafter._features[:NUM_BLOCKS]] if hasattr(drafter, "_features") else []
     return [cache[:NUM_BLOCKS] for pair in pairs for cache in pair] + features

@@ -8,11 +8,14 @@ the newest token (the anchor) and mask tokens; each sees the whole context and a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dspark.kernels.ops import Kernels, LinearFn
+from dspark.kernels.staging import wait_for
 from dspark.runtime.execution.forward_batch import ForwardBatch
+from dspark.runtime.execution.graphs import Record
 from dspark.runtime.layers.linear import load_linear
 from dspark.runtime.layers.mlp import FeedForward, load_gated_mlp
 from dspark.runtime.layers.norm import ResidualStep
@@ -23,7 +26,7 @@ from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.spec.model_config import ModelConfig
 from dspark.runtime.speculation.draft import Draft
 from dspark.runtime.speculation.heads.attention import DraftAttention, load_draft_attention
-from dspark.runtime.speculation.heads.chains import Chains
+from dspark.runtime.speculation.heads.chains import DraftChains, chains_for, draws_there
 from dspark.runtime.speculation.heads.config import DraftConfig
 from dspark.runtime.speculation.heads.markov import ConfidenceHead, MarkovHead, load_confidence, load_markov
 from dspark.runtime.speculation.heads.pages import DraftPages, DraftPass, LayerCache, by_rows, lay_out
@@ -110,6 +113,12 @@ class BlockDrafter:
     def why_not_recorded(self) -> str | None:
         return self._pages.why_not_recorded()
 
+    def record(self, record: Record) -> None:
+        """Nothing so far: a draft's own steps are computed as they come."""
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
         """Write the context's keys and values of the step's tokens, of draft tokens too: those that are rejected are written over when
         the tokens in their places are known, and no pass sees them before."""
@@ -127,27 +136,34 @@ class BlockDrafter:
         fitting = [min(self.config.block_size, room + 1) for room in rooms]
         rows = [count if min(room, self._num_drafts(count)) > 0 else 0 for count, room in zip(fitting, rooms, strict=True)]
         at_once = max(1, LOGITS_AT_ONCE // (self.config.block_size * self.config.draft_vocab_size))
-        for count, members in by_rows(rows, at_once):
+        kinds = [draws_there(self._sampler, seq) for seq in sequences]
+        drawn = []
+        for count, members in by_rows(rows, at_once, kinds):
             limits = [min(rooms[i], self._num_drafts(count)) for i in members]
-            for i, draft in zip(members, self._draft_blocks([sequences[i] for i in members], limits, count), strict=True):
+            drawn.append((members, self._draw_blocks([sequences[i] for i in members], limits, count)))
+        for members, chains in drawn:
+            for i, draft in zip(members, chains.drafts(self.config.method), strict=True):
                 drafts[i] = draft
+        wait_for(self._backbone.kernels.facts.device)
         return drafts
 
     def _num_drafts(self, rows: int) -> int:
         return rows if self.config.sample_from_anchor else rows - 1
 
-    def _draft_blocks(self, sequences: list[Sequence], limits: list[int], rows: int) -> list[Draft | None]:
-        states = self._states(sequences, rows)
+    def _draw_blocks(self, sequences: list[Sequence], limits: list[int], rows: int) -> DraftChains:
+        facts = self._backbone.kernels.facts
+        chains = chains_for(self._sampler, sequences, limits, self._keep)
+        laid = lay_out(sequences, rows, facts.block_size, facts.device, chains)
+        states, previous = self._states(laid), laid.newest
         if not self.config.sample_from_anchor:
             states = states[:, 1:]  # a row fills its own place, and the first one's is taken
         states = states[:, : max(limits)]
         logits = self._vocabulary.head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-        chains = Chains(self._sampler, sequences, limits, self._keep)
         embedded, memory = None, None
         for index in range(states.shape[1]):
             state, row = states[:, index], logits[:, index].float()
             if self._markov is not None:
-                previous = torch.tensor(chains.newest, dtype=torch.int64, device=state.device)
+                previous = chains.newest() if index else previous
                 embedded = self._markov.embed(previous)
                 bias, memory = self._markov.bias(embedded, state, memory)
                 row = row + bias.float()
@@ -155,17 +171,15 @@ class BlockDrafter:
             chains.draw(self._vocabulary.widen(row), survival)
             if chains.all_closed:
                 break
-        return chains.drafts(self.config.method)
+        return chains
 
-    def _states(self, sequences: list[Sequence], rows: int) -> torch.Tensor:
+    def _states(self, laid: DraftPass) -> torch.Tensor:
         """Normed states [S, rows, H] of blocks that begin at the sequences' newest tokens."""
-        facts = self._backbone.kernels.facts
-        laid = lay_out(sequences, rows, facts.block_size, facts.device)
-        tokens = torch.full((len(sequences), rows), int(self.config.mask_token_id or 0), dtype=torch.int64)
-        tokens[:, 0] = torch.tensor([seq.token_ids[-1] for seq in sequences])
+        tokens = laid.newest.new_full((laid.newest.shape[0], laid.rows), int(self.config.mask_token_id or 0))
+        tokens[:, 0] = laid.newest
         cos, sin = self._rope.lookup(laid.positions)
-        embedded = self._vocabulary.embed(tokens.flatten().to(facts.device))
-        return self._backbone.rows(embedded, cos, sin, self._pages.caches, laid).unflatten(0, (len(sequences), rows))
+        embedded = self._vocabulary.embed(tokens.flatten())
+        return self._backbone.rows(embedded, cos, sin, self._pages.caches, laid).unflatten(0, tokens.shape)
 
 
 def load_block_backbone(config: DraftConfig, weights: WeightSource, kernels: Kernels) -> BlockBackbone:

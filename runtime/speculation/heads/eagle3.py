@@ -12,11 +12,14 @@ sequence's first block, which has the row's own pair in slot 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dspark.kernels.ops import AttentionBatch, Kernels, LinearFn
+from dspark.kernels.staging import wait_for
 from dspark.runtime.execution.forward_batch import ForwardBatch
+from dspark.runtime.execution.graphs import Record
 from dspark.runtime.layers.linear import load_linear
 from dspark.runtime.layers.mlp import FeedForward, load_gated_mlp
 from dspark.runtime.layers.norm import ResidualStep
@@ -26,7 +29,7 @@ from dspark.runtime.sampling.sampler import Sampler
 from dspark.runtime.scheduling.sequence import Sequence
 from dspark.runtime.speculation.draft import Draft
 from dspark.runtime.speculation.heads.attention import DraftAttention, load_draft_attention
-from dspark.runtime.speculation.heads.chains import Chains
+from dspark.runtime.speculation.heads.chains import DraftChains, chains_for, draws_there
 from dspark.runtime.speculation.heads.config import DraftConfig
 from dspark.runtime.speculation.heads.pages import DraftPages, by_rows, lay_out
 from dspark.runtime.speculation.heads.vocabulary import Vocabulary
@@ -129,6 +132,12 @@ class EagleDrafter:
     def why_not_recorded(self) -> str | None:
         return self._pages.why_not_recorded()
 
+    def record(self, record: Record) -> None:
+        """Nothing so far: a draft's own steps are computed as they come."""
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
         """Keep the step's fused features, and write the keys and values of its tokens' pairs; in a tree a token follows its parent."""
         assert features is not None
@@ -147,15 +156,19 @@ class EagleDrafter:
         """Chains of up to max_tokens; a sequence of which nothing is computed has no feature to start from."""
         drafts: list[Draft | None] = [None] * len(sequences)
         rows = [min(self.max_tokens, room) if seq.num_computed else 0 for seq, room in zip(sequences, rooms, strict=True)]
-        for steps, members in by_rows(rows, AT_ONCE):
-            for i, draft in zip(members, self._draft_chains([sequences[i] for i in members], steps), strict=True):
+        kinds = [draws_there(self._sampler, seq) for seq in sequences]
+        drawn = [(members, self._draw_chains([sequences[i] for i in members], steps)) for steps, members in by_rows(rows, AT_ONCE, kinds)]
+        for members, chains in drawn:
+            for i, draft in zip(members, chains.drafts(self.config.method), strict=True):
                 drafts[i] = draft
+        wait_for(self._layer.kernels.facts.device)
         return drafts
 
-    def _draft_chains(self, sequences: list[Sequence], steps: int) -> list[Draft | None]:
+    def _draw_chains(self, sequences: list[Sequence], steps: int) -> DraftChains:
         layer, cache, count = self._layer, self._pages.caches[0], len(sequences)
         facts = layer.kernels.facts
-        laid = lay_out(sequences, steps, facts.block_size, facts.device)
+        chains = chains_for(self._sampler, sequences, [steps] * count, self._keep)
+        laid = lay_out(sequences, steps, facts.block_size, facts.device, chains)
         first, tables = laid.tables[:, 0].long(), laid.tables.clone()
         spare = self._pages.num_blocks + torch.arange(count, device=first.device)
         tables[:, 0] = spare.to(tables.dtype)
@@ -163,9 +176,8 @@ class EagleDrafter:
         last = laid.starts - 1
         blocks = laid.tables[torch.arange(count, device=first.device), last // facts.block_size].long()
         fed = self._features.flatten(0, 1)[blocks * facts.block_size + last % facts.block_size]
-        chains = Chains(self._sampler, sequences, [steps] * count, self._keep)
         for step in range(steps):
-            tokens = torch.tensor(chains.newest, dtype=torch.int64, device=first.device)
+            tokens = chains.newest() if step else laid.newest
             x, residual = layer.inputs(fed, self._vocabulary.embed(tokens))
             qkv = layer.attention.project(x)
             slots, positions = laid.slots.view(count, steps)[:, step], laid.positions.view(count, steps)[:, step]
@@ -180,7 +192,7 @@ class EagleDrafter:
             if chains.all_closed:
                 break
             fed = normed if self.config.norm_output else raw
-        return chains.drafts(self.config.method)
+        return chains
 
 
 def slots_of(positions: torch.Tensor, attention: AttentionBatch, block_size: int) -> torch.Tensor:

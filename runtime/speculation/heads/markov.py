@@ -55,8 +55,8 @@ class ConfidenceHead:
     with_markov: bool
     temperatures: tuple[float, ...]
 
-    def __call__(self, state: torch.Tensor, embedded: torch.Tensor | None, index: int) -> list[float]:
-        """Estimates, for each of n chains, that the draft token number `index` (from 0) is accepted given that those before it are.
+    def __call__(self, state: torch.Tensor, embedded: torch.Tensor | None, index: int) -> torch.Tensor:
+        """Estimates float32 [n], for each of n chains, that draft token number `index` (from 0) is accepted given that those before are.
 
         state [n, H] of the row that predicts it (normed); embedded [n, r] of the token before it: what it says may not depend on the
         token itself, or a choice by it would bend what is drawn.
@@ -64,7 +64,7 @@ class ConfidenceHead:
         inputs = state.float() if not self.with_markov or embedded is None else torch.cat([state.float(), embedded.float()], -1)
         temperature = self.temperatures[index] if index < len(self.temperatures) else 1.0
         scores = torch.nn.functional.linear(inputs, self.weight, self.bias)[:, 0]
-        return torch.sigmoid(scores / temperature).tolist()
+        return torch.sigmoid(scores / temperature)
 
 
 def load_markov(config: DraftConfig, weights: WeightSource, kernels: Kernels) -> MarkovHead | None:

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from dspark.kernels.ops import AttentionBatch, Kernels
+from dspark.kernels.staging import stage
 from dspark.runtime.scheduling.sequence import Sequence
+from dspark.runtime.speculation.heads.chains import DraftChains
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 
@@ -55,10 +57,11 @@ class DraftPages:
 class DraftPass:
     """Rows that a draft pass computes: `rows` for each of S sequences, at its positions from the newest token's on.
 
-    tables int32 [S, max_blocks]. starts int64 [S]: position of the first row, the number of tokens before it. slots, positions int64
-    [S * rows]: of each row, sequence after sequence.
+    newest int64 [S]: the newest tokens. tables int32 [S, max_blocks]. starts int64 [S]: position of the first row, the number of tokens
+    before it. slots, positions int64 [S * rows]: of each row, sequence after sequence.
     """
 
+    newest: torch.Tensor
     tables: torch.Tensor
     starts: torch.Tensor
     slots: torch.Tensor
@@ -76,28 +79,28 @@ class DraftPass:
         return AttentionBatch(start, lens, tables, self.slots, self.positions, 1, max_context_len)
 
 
-def lay_out(sequences: list[Sequence], rows: int, block_size: int, device: str) -> DraftPass:
-    """Lay out the rows of a pass; each sequence's blocks reach to its last row."""
+def lay_out(sequences: list[Sequence], rows: int, block_size: int, device: str, chains: DraftChains) -> DraftPass:
+    """Lay out the rows of a pass; each sequence's blocks reach to its last row. What chains want on the device goes in the same copy."""
     starts = np.asarray([seq.num_computed for seq in sequences], np.int64)
+    newest = np.asarray([seq.token_ids[-1] for seq in sequences], np.int64)
     used = -(-(starts + rows) // block_size)
     tables = np.zeros((len(sequences), int(used.max())), np.int32)
     for i, seq in enumerate(sequences):
         tables[i, : used[i]] = seq.table.blocks[: used[i]]
     positions = starts[:, None] + np.arange(rows)[None]
     slots = tables[np.arange(len(sequences))[:, None], positions // block_size].astype(np.int64) * block_size + positions % block_size
+    own = [newest, tables, starts, slots.reshape(-1), positions.reshape(-1)]
+    there = stage([*own, *chains.arrays], device)
+    chains.place(there[len(own) :])
+    return DraftPass(there[0], there[1], there[2], there[3], there[4], rows, int(starts.max()))
 
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    return DraftPass(put(tables), put(starts), put(slots.reshape(-1)), put(positions.reshape(-1)), rows, int(starts.max()))
-
-
-def by_rows(rows: list[int], at_once: int) -> Iterator[tuple[int, list[int]]]:
-    """Groups of sequences with equally many rows, none of 0, of at most at_once: (rows, indices)."""
-    groups: dict[int, list[int]] = {}
-    for i, count in enumerate(rows):
-        if count > 0:
-            groups.setdefault(count, []).append(i)
-    for count, members in groups.items():
+def by_rows(rows: list[int], at_once: int, kinds: list[bool]) -> Iterator[tuple[int, list[int]]]:
+    """Groups of sequences with equally many rows, none of 0, and of one kind, of at most at_once: (rows, indices)."""
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for i, key in enumerate(zip(rows, kinds, strict=True)):
+        if key[0] > 0:
+            groups.setdefault(key, []).append(i)
+    for (count, _), members in groups.items():
         for start in range(0, len(members), at_once):
             yield count, members[start : start + at_once]

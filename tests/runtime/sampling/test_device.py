@@ -6,6 +6,7 @@ mask) is an error. The kernels' arithmetic is tested in tests/kernels/test_trito
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from dspark.kernels.facts import KernelFacts
 from dspark.kernels.ops import Kernels
 from dspark.kernels.triton import launch as launcher
 from dspark.runtime.sampling import device
-from dspark.runtime.sampling.device import DeviceRows, device_rows_for
+from dspark.runtime.sampling.device import DeviceRows, device_rows_for, spread_rows
+from dspark.runtime.sampling.filters import probabilities
 from dspark.runtime.sampling.reject import _uniform
 from dspark.runtime.sampling.rng import row_key, uniform
 from dspark.runtime.sampling.sampler import Sampler
@@ -121,3 +123,19 @@ def test_acceptance_numbers_are_those_of_the_compiled_loops() -> None:
 def test_the_host_draws_where_no_kernel_does() -> None:
     facts = {"dtype": torch.float32, "head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "block_size": 16}
     assert device_rows_for(Kernels(KernelFacts("cpu", **facts)), EOS) is None  # type: ignore[arg-type]
+
+
+def test_spreads_of_many_rows_are_those_of_each() -> None:
+    """What drafts were drawn from is computed side by side, with each row's own options; equal tokens at a cut are told apart by id."""
+    generator = torch.Generator().manual_seed(2)
+    options = list(itertools.product([0.3, 1.0, 1.7], [0, 1, 7, 900], [1.0, 0.9, 0.3], [0.0, 0.05]))
+    logits = torch.randn(len(options), 300, generator=generator) * 3
+    logits[::4] = logits[::4].round()
+    logits[::5, ::3] = -torch.inf
+    columns = [torch.tensor(column)[:, None] for column in zip(*options, strict=True)]
+    found = spread_rows(logits, columns[0], columns[1], columns[2].double(), columns[3])
+    for row, own in enumerate(options):
+        torch.testing.assert_close(found[row], probabilities(logits[row], *own), rtol=1e-5, atol=1e-7)
+    plain = [i for i, (_, top_k, top_p, _) in enumerate(options) if top_k == 0 and top_p == 1.0]
+    without = spread_rows(logits[plain], columns[0][plain], columns[1][plain], columns[2][plain].double(), columns[3][plain], False)
+    torch.testing.assert_close(without, found[plain])

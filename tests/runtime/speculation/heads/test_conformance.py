@@ -99,7 +99,7 @@ def test_a_draft_ends_where_none_of_its_tokens_is_possible() -> None:
     row = torch.zeros(2, 10)
     row[:, 4] = 1.0
     chains.draw(row.clone(), [0.5, 2.0])
-    assert chains.newest == [4, 4] and not chains.all_closed
+    assert chains.newest().tolist() == [4, 4] and not chains.all_closed
     row[0] = torch.nan
     chains.draw(row.clone(), [0.5, 0.5])
     assert chains.all_closed

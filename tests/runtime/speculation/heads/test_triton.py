@@ -16,9 +16,10 @@ TOO_OLD = find_spec("triton") is None or tuple(map(int, version("triton").split(
 pytestmark = [pytest.mark.interpreter, pytest.mark.slow, pytest.mark.skipif(TOO_OLD, reason="needs triton 3.7 or later")]
 
 
-@pytest.mark.parametrize("kind", ["deepspec-vanilla", "zlab-dflash", "eagle3-original"])
+@pytest.mark.parametrize("kind", ["deepspec-vanilla", "zlab-dflash", "eagle3-original", "draft-model"])
 def test_heads_draft_what_they_draft_on_the_reference_kernels(kind: str) -> None:
-    """Keys and values without queries, rows folded into heads, a spare block behind the pool's."""
+    """Keys and values without queries, rows folded into heads, a spare block behind the pool's; and tokens that are drawn on the device,
+    each fed to the next depth there."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": str(SCRIPT.parent)}
     done = subprocess.run([sys.executable, str(SCRIPT), kind], env=environment, capture_output=True, text=True, timeout=600)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
