@@ -3,7 +3,7 @@
     python benchmarks/aot.py [--arch 80 --arch 90] [--only decode] [--json FILE]
 
 The launchers themselves run, on tensors without storage ("meta"), with the launch replaced by a recorder: what is compiled is what would
-have been launched for that model, tile for tile. Must run without TRITON_INTERPRET.
+have been launched for that model on an A100, L40S or H100, tile for tile, their shipped tables included. Must run without TRITON_INTERPRET.
 """
 
 import argparse
@@ -25,14 +25,18 @@ from dspark.kernels.facts import KernelFacts
 from dspark.kernels.kv_cache import KVScales
 from dspark.kernels.triton import elementwise
 from dspark.kernels.triton import launch as launcher
+from dspark.kernels.triton.tuning.book import TileBook
+from dspark.kernels.triton.tuning.limits import CARDS, SHARED_BYTES
+from dspark.kernels.triton.tuning.tables import table_for
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aot_attention import CACHE_TYPES, attention_runs
 from aot_gemms import gemm_runs, moe_runs
 from aot_sampling import sampling_runs
 
-SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED_LIMIT = {10 * major + minor: limit for (major, minor), limit in SHARED_BYTES.items()}
 """Bytes of shared memory one block may use, by compute capability."""
+_CARD = {80: "a100", 89: "l40s", 90: "h100"}
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -113,7 +117,15 @@ def record(run: Callable[[], Any], label: str) -> list[Launch]:
     return launches
 
 
-def elementwise_launches(model: ModelShape) -> Iterator[Launch]:
+def tiles_of(arch: int) -> TileBook:
+    """What a card of this capability would take, nothing being measured."""
+    if arch not in _CARD:
+        return TileBook()
+    limits = CARDS[_CARD[arch]]
+    return TileBook(limits, table_for(limits))
+
+
+def elementwise_launches(model: ModelShape, tiles: TileBook) -> Iterator[Launch]:
     """Every elementwise kernel that a step of this model launches."""
     dtype, heads, kv_heads, dim = model.dtype, model.num_heads, model.num_kv_heads, model.head_dim
 
@@ -142,29 +154,29 @@ def elementwise_launches(model: ModelShape) -> Iterator[Launch]:
     yield from record(lambda: elementwise.copy_slots(cache, cache, ids, ids), model.name)
 
 
-def attention_launches(model: ModelShape) -> Iterator[Launch]:
+def attention_launches(model: ModelShape, tiles: TileBook) -> Iterator[Launch]:
     """The same for attention."""
-    for run, label in attention_runs(model.name, model.num_heads, model.num_kv_heads, model.head_dim, model.dtype):
+    for run, label in attention_runs(model.name, model.num_heads, model.num_kv_heads, model.head_dim, model.dtype, tiles):
         yield from record(run, label)
 
 
-def sampling_launches(model: ModelShape) -> Iterator[Launch]:
+def sampling_launches(model: ModelShape, tiles: TileBook) -> Iterator[Launch]:
     """The same for drawing tokens, which depends on no model."""
     for run, label in sampling_runs(model.dtype) if model is MODELS[0] else ():
         yield from record(run, label)
 
 
-def product_launches(model: ModelShape) -> Iterator[Launch]:
+def product_launches(model: ModelShape, tiles: TileBook) -> Iterator[Launch]:
     """The same for matrix products, and the quantization of what goes into them. They do not depend on head_dim."""
     if model not in MODELS[:3] and model.name != "float32 D=128":
         return
-    facts = KernelFacts("cuda", model.dtype, model.head_dim, model.num_heads, model.num_kv_heads, 16)
+    facts = KernelFacts("cuda", model.dtype, model.head_dim, model.num_heads, model.num_kv_heads, 16, tiles=tiles)
     runs = list(gemm_runs(model.name, model.hidden, model.intermediate, model.dtype, facts))
     for run, label in runs + (list(moe_runs(model.dtype, facts)) if model is MODELS[0] else []):
         yield from record(run, label)
 
 
-PARTS: dict[str, tuple[Callable[[ModelShape], Iterator[Launch]], ...]] = {
+PARTS: dict[str, tuple[Callable[[ModelShape, TileBook], Iterator[Launch]], ...]] = {
     "elementwise": (elementwise_launches,),
     "attention": (attention_launches,),
     "sampling": (sampling_launches,),
@@ -273,8 +285,9 @@ def table(archs: list[int], only: str = "", part: str = "all") -> Iterator[Row]:
     for arch in archs:
         seen = set()
         launcher.capability = lambda facts, arch=arch: divmod(arch, 10)
+        tiles = tiles_of(arch)
         for model in MODELS:
-            for launch in (launch for launches in PARTS[part] for launch in launches(model)):
+            for launch in (launch for launches in PARTS[part] for launch in launches(model, tiles)):
                 key = (launch.kernel.__name__, tuple(map(_identity, launch.args)), tuple(sorted(launch.config.items())))
                 if key not in seen and only in f"{launch.kernel.__name__} {launch.label}":
                     seen.add(key)

@@ -15,6 +15,7 @@ import torch
 from dspark.kernels.batch import AttentionBatch, TreeMask
 from dspark.kernels.kv_cache import KVScales
 from dspark.kernels.triton import attention
+from dspark.kernels.triton.tuning.book import TileBook
 
 CACHE_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -67,11 +68,13 @@ DETERMINISTIC = (
 )
 
 
-def attention_runs(name: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[tuple[Callable[[], Any], str]]:
+def attention_runs(
+    name: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tiles: TileBook
+) -> Iterator[tuple[Callable[[], Any], str]]:
     """What to record, and its label."""
     own = heads, kv_heads, head_dim, dtype
     for step in (*WHOLE, *SHARED):
-        yield partial(_attend, attention.paged_attention, step, *own), f"{name} {step}"
+        yield partial(_attend, partial(attention.paged_attention, tiles_of_run=tiles), step, *own), f"{name} {step}"
     for step in DETERMINISTIC:
         yield partial(_attend, attention.deterministic_paged_attention, step, *own), f"{name} deterministic {step}"
 

@@ -18,7 +18,7 @@ from dspark.kernels.wna16 import Wna16Weight
 
 Run = tuple[Callable[[], Any], str]
 """What to record, and its label."""
-ROWS = (1, 32, 64, 512)
+ROWS = (1, 32, 64, 128, 512)
 
 
 def meta(*shape: int, of: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,14 @@
 """What a kernel candidate may ask before it accepts an op: facts that hold for the whole run."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from dspark.kernels.triton.tuning.book import TileBook
 
 
 @dataclass(frozen=True)
@@ -12,6 +18,7 @@ class KernelFacts:
     deterministic: every row's arithmetic must not depend on the other rows of the batch. weight_shadow: a dense copy of quantized
     weights may be kept for large batches. exact_activations: layers that quantize their inputs leave
     them as they are (to compare weights). cache_dtype: of the KV cache where it is an 8-bit one (see `kernels.kv_cache`), None for dtype.
+    tiles: where GPU kernels ask for the sizes they launch with (see `kernels.triton.tuning`), None for those by shape alone.
     The rest is the model's and the cache's shape.
     """
 
@@ -26,6 +33,7 @@ class KernelFacts:
     interpreted: bool = False
     exact_activations: bool = False
     cache_dtype: torch.dtype | None = None
+    tiles: TileBook | None = field(default=None, compare=False, repr=False)
 
     @property
     def kv_dtype(self) -> torch.dtype:

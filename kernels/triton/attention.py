@@ -1,9 +1,11 @@
 """Attention over the paged KV cache on Triton: name and signature of `kernels.reference.attention`."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +14,9 @@ from dspark.kernels.facts import KernelFacts
 from dspark.kernels.kv_cache import KVScales
 from dspark.kernels.triton import attention_plan, tiles
 from dspark.kernels.triton import launch as launcher
+
+if TYPE_CHECKING:
+    from dspark.kernels.triton.tuning.book import TileBook
 
 _MULTIPROCESSORS = 132
 """Taken where there is no GPU to ask: interpreted runs, and compiling ahead of time."""
@@ -24,7 +29,9 @@ def supports(op: str, facts: KernelFacts) -> str | None:
 
 def form(op: str, facts: KernelFacts) -> Callable[..., torch.Tensor]:
     """The function that a run takes."""
-    return deterministic_paged_attention if facts.deterministic else paged_attention
+    if facts.deterministic:
+        return deterministic_paged_attention
+    return paged_attention if facts.tiles is None else partial(paged_attention, tiles_of_run=facts.tiles)
 
 
 def paged_attention(
@@ -36,6 +43,7 @@ def paged_attention(
     window: int | None,
     softcap: float = 0.0,
     kv_scales: KVScales | None = None,
+    tiles_of_run: TileBook | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, num_heads, D] over the pages -> [T, num_heads * D], dtype of q.
 
@@ -45,9 +53,10 @@ def paged_attention(
     are then rounded to q's dtype on the side of the query.
     A node of a draft tree sees the keys before the tree and its own path; a window then counts positions.
     A step of single-token queries takes the decode kernel, any other the prefill kernel (which runs its decode rows too). Where a batch
-    has too few programs for the device, long contexts are shared among several.
+    has too few programs for the device, long contexts are shared among several. tiles_of_run: who is asked how, None for the shape alone.
     """
-    plan = attention_plan.plan(shape_of(q, k_cache, batch, window, kv_scales))
+    shape = shape_of(q, k_cache, batch, window, kv_scales)
+    plan = attention_plan.plan(shape) if tiles_of_run is None else tiles_of_run.attention(shape)
     return run(plan, q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
 
 
@@ -102,7 +111,7 @@ def run(
     tree = batch.tree
     tree_start = batch.query_start if tree is None else tree.start  # never read without one
     shared: dict[str, Any] = {"GROUP": group, "WINDOW": window or 0, "HEAD_DIM": head_dim, "BLOCK_N": tile.keys, "CACHE": kind}
-    shared |= {"BLOCK_D": max(16, tiles.next_power_of_two(head_dim)), **({} if plan.fused else {"enable_fp_fusion": False})}
+    shared |= {"BLOCK_D": block_of(head_dim), **({} if plan.fused else {"enable_fp_fusion": False})}
     own: dict[str, Any] = {"SOFTCAP": float(softcap), "CACHE_BLOCK_SIZE": block_size, "BLOCK_M": tile.rows, "SPLIT": split}
     trees: tuple[torch.Tensor, ...] = ()
     splits: tuple[int, ...] = (plan.split_keys, rows)
@@ -151,13 +160,18 @@ def shape_of(
         max_context_len=batch.max_context_len,
         num_kv_heads=num_kv_heads,
         group=num_heads // num_kv_heads,
-        block_d=max(16, tiles.next_power_of_two(head_dim)),
+        block_d=block_of(head_dim),
         itemsize=q.itemsize,
-        coded=kv_scales is not None,
+        cache="number" if kv_scales is None else launcher.cache_codes(k_cache, k_cache)[0],
         window=window,
         has_tree=batch.tree is not None,
         multiprocessors=_multiprocessors(q.device),
     )
+
+
+def block_of(head_dim: int) -> int:
+    """Dimensions that a kernel holds of a head: a power of two, as many as a matrix instruction has at least."""
+    return max(16, tiles.next_power_of_two(head_dim))
 
 
 @lru_cache

@@ -23,7 +23,8 @@ DETERMINISTIC_CHUNK = 512
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a plan follows from. max_query_len, max_context_len: of the batch's sequences; block_d: head_dim as a power of two."""
+    """What a plan follows from. max_query_len, max_context_len: of the batch's sequences; block_d: head_dim as a power of two; cache: what
+    the pages hold ("number", "int8" or "fp8")."""
 
     num_tokens: int
     num_sequences: int
@@ -33,10 +34,15 @@ class AttentionShape:
     group: int
     block_d: int
     itemsize: int
-    coded: bool
+    cache: str
     window: int | None
     has_tree: bool
     multiprocessors: int
+
+    @property
+    def coded(self) -> bool:
+        """Whether the cache is an 8-bit one."""
+        return self.cache != "number"
 
 
 @dataclass(frozen=True)
@@ -55,18 +61,32 @@ class AttentionPlan:
     fused: bool = True
 
 
-def plan(shape: AttentionShape, split_keys: int | None = None) -> AttentionPlan:
-    """The fastest form. split_keys: instead of what `choose_split` says (a multiple of the key tile; tests share short contexts)."""
+def plan(shape: AttentionShape, split_keys: int | None = None, tile: tiles.AttentionTile | None = None) -> AttentionPlan:
+    """The fastest form. tile, split_keys: instead of the reasoned tile and of what `choose_split` says (a multiple of the key tile)."""
     decode = shape.max_query_len <= 1
-    if decode:
-        tile = tiles.decode_tile(shape.group, shape.block_d, shape.itemsize)
-    else:
-        tile = tiles.prefill_tile(shape.max_query_len, shape.group, shape.block_d, shape.itemsize, shape.coded)
+    tile = reasoned_tile(shape) if tile is None else tile
     queries = 1 if decode else tile.rows // shape.group
     query_tiles = -(-shape.max_query_len // queries)
     keys = _most_keys(shape, queries, tile.keys)
     chosen = choose_split(shape, query_tiles, keys, tile.keys) if split_keys is None else split_keys
     return AttentionPlan(decode, tile, query_tiles, chosen, _num_splits(shape, keys, chosen))
+
+
+def reasoned_tile(shape: AttentionShape) -> tiles.AttentionTile:
+    """The tile of a step's kernel, by its shape alone."""
+    if shape.max_query_len <= 1:
+        return tiles.decode_tile(shape.group, shape.block_d, shape.itemsize)
+    return tiles.prefill_tile(shape.max_query_len, shape.group, shape.block_d, shape.itemsize, shape.coded)
+
+
+def can_split(shape: AttentionShape, tile: tiles.AttentionTile, split_keys: int) -> bool:
+    """Whether a step may share its contexts so (0: not at all): no program reads too much, and parts have a bounded size."""
+    if shape.max_query_len > 1 and tile.rows < shape.group:
+        return False
+    keys = _most_keys(shape, 1 if shape.max_query_len <= 1 else tile.rows // shape.group, tile.keys)
+    if not split_keys:
+        return keys <= MOST_SPLIT_KEYS
+    return split_keys % tile.keys == 0 and _part_bytes(shape, _num_splits(shape, keys, split_keys)) <= MOST_PART_BYTES
 
 
 def deterministic_plan(shape: AttentionShape, share: bool | None = None, chunk: int = DETERMINISTIC_CHUNK) -> AttentionPlan:

@@ -11,11 +11,12 @@ from dspark.kernels.facts import KernelFacts
 from dspark.kernels.fp8 import Fp8Weight
 from dspark.kernels.quantized_rows import InputFormat, QuantizedRows
 from dspark.kernels.reference.linear import rounding_inputs
-from dspark.kernels.triton import gemm_tiles
 from dspark.kernels.triton import launch as launcher
 from dspark.kernels.triton.gemm import Product, multiply
 from dspark.kernels.triton.gemm_tiles import GemmTile
 from dspark.kernels.triton.quantize import quantize_rows
+from dspark.kernels.triton.tuning.book import book_of
+from dspark.kernels.triton.tuning.keys import ProductKind
 
 FP8_CAPABILITY, HOPPER = (8, 9), (9, 0)
 UNIT = 256.0
@@ -66,6 +67,8 @@ class ScaledCodes:
         outputs = out_features if block[0] == -1 else block[0]
         inputs = in_features if block[1] == -1 else block[1]
         self.blocks = inputs < in_features
+        self.step = inputs if self.blocks else 0
+        self.shape = int(out_features), int(in_features)
         self.depth = 128
         self.scales: torch.Tensor | None = None
         if self.blocks:
@@ -82,23 +85,47 @@ class ScaledCodes:
         """`own` with the codes as uint8, for GPUs that have no such type."""
         return self.own[0].view(torch.uint8), *self.own[1:]
 
+    def kind(self, facts: KernelFacts, widened: bool, num_experts: int = 0, rows: str = "") -> ProductKind:
+        """What tiles of such a weight are looked up by. widened: multiplied in x's dtype. rows: which rows experts have."""
+        storage = ", ".join([f"blocks of {self.step}" if self.blocks else "channels", *([rows] if rows else [])])
+        return ProductKind(
+            "fp8 widened" if widened else "fp8",
+            storage,
+            *self.shape,
+            str(facts.dtype).removeprefix("torch."),
+            facts.dtype.itemsize if widened else 1,
+            8,
+            min(self.depth, 64) if widened else self.depth,
+            self.step,
+            num_experts,
+            facts.deterministic,
+        )
+
 
 class Fp8Linear:
     """x [T, K], or the same as `QuantizedRows`, -> [T, N]: float8 numbers on both sides."""
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> None:
         self._codes = ScaledCodes(weight.qweight, weight.scales, weight.block, 1.0, 32)
-        self._bias, self._shape, self._facts = bias, (weight.out_features, weight.in_features), facts
+        self._bias, self._facts, self.weight_bytes = bias, facts, self._codes.own[0].nbytes
         self.takes = InputFormat("fp8") if weight.inputs == "dynamic" else InputFormat("fp8 static", weight.input_scale)
+        self._tiles = book_of(facts).products(self._codes.kind(facts, widened=False), self)
 
     def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+        rows = x if isinstance(x, QuantizedRows) else quantize_rows(x, self.takes)
+        return self.multiply(rows, self._tiles[rows.codes.shape[0]])
+
+    def sample(self, num_rows: int) -> QuantizedRows:
+        """Random inputs."""
+        return quantize_rows(random_rows(num_rows, self._codes, self._facts), self.takes)
+
+    def multiply(self, inputs: QuantizedRows, tile: GemmTile) -> torch.Tensor:
+        """The product with a tile."""
         from dspark.kernels.triton.fp8_kernels import fp8_kernel
 
-        rows = x if isinstance(x, QuantizedRows) else quantize_rows(x, self.takes)
-        num_rows, codes = rows.codes.shape[0], self._codes
-        out = torch.empty(num_rows, self._shape[0], dtype=rows.dtype, device=rows.codes.device)
-        tile = gemm_tiles.bytes_tile(num_rows, *self._shape, codes.depth, self._facts.deterministic)
-        product = Product(rows.codes, out, rows.scales, codes.scales, self._bias)
+        codes = self._codes
+        out = torch.empty(inputs.codes.shape[0], codes.shape[0], dtype=inputs.dtype, device=inputs.codes.device)
+        product = Product(inputs.codes, out, inputs.scales, codes.scales, self._bias)
         multiply(fp8_kernel, product, codes.own, tile, BLOCKS=codes.blocks, WIDEN=False, SWAP=swaps(tile, self._facts))
         return out
 
@@ -108,15 +135,27 @@ class WidenedLinear:
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelFacts) -> None:
         self._codes = ScaledCodes(weight.qweight, weight.scales, weight.block, UNIT, 16)
-        self._bias, self._shape, self._deterministic = bias, (weight.out_features, weight.in_features), facts.deterministic
+        self._bias, self._facts, self.weight_bytes = bias, facts, self._codes.own[0].nbytes
+        self._tiles = book_of(facts).products(self._codes.kind(facts, widened=True), self)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply(x, self._tiles[x.shape[0]])
+
+    def sample(self, num_rows: int) -> torch.Tensor:
+        """Random inputs."""
+        return random_rows(num_rows, self._codes, self._facts)
+
+    def multiply(self, inputs: torch.Tensor, tile: GemmTile) -> torch.Tensor:
+        """The product with a tile."""
         from dspark.kernels.triton.fp8_kernels import fp8_kernel
 
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        num_rows, codes = x.shape[0], self._codes
-        out = torch.empty(num_rows, self._shape[0], dtype=x.dtype, device=x.device)
-        tile = gemm_tiles.wna16_tile(num_rows, *self._shape, min(codes.depth, 64), x.itemsize, self._deterministic)
+        x, codes = inputs if inputs.stride(-1) == 1 else inputs.contiguous(), self._codes
+        out = torch.empty(x.shape[0], codes.shape[0], dtype=x.dtype, device=x.device)
         product = Product(x, out, scales=codes.scales, bias=self._bias)
         multiply(fp8_kernel, product, codes.as_bytes(), tile, BLOCKS=codes.blocks, WIDEN=True, SWAP=False)
         return out
+
+
+def random_rows(num_rows: int, codes: ScaledCodes, facts: KernelFacts) -> torch.Tensor:
+    """Inputs of a linear [num_rows, K]."""
+    return torch.randn(num_rows, codes.shape[1], device=codes.own[0].device).to(facts.dtype)

@@ -1,8 +1,8 @@
 """Tile sizes, warps, pipeline stages and splits of every matrix product: functions of shapes, in one place, chosen by reasoning.
 
-None of these has been measured on a GPU so far. What bounds them: `tl.dot` wants at least 16 rows (and a K step of 32 bytes on 8-bit
-numbers); registers (255 a thread, 65,536 a multiprocessor); shared memory of a block (99 KiB on capability 8.6 and 8.9, 163 KiB on 8.0,
-227 KiB on 9.0).
+What holds for any GPU; `tuning` knows more of some, and may have measured. None of these has been measured so far. What bounds them:
+`tl.dot` wants at least 16 rows (and a K step of 32 bytes on 8-bit numbers); registers (255 a thread, 65,536 a multiprocessor); shared
+memory of a block (99 KiB on capability 8.6 and 8.9, 163 KiB on 8.0, 227 KiB on 9.0).
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +12,8 @@ MAX_SPLIT_ROWS = 32
 WANTED_PROGRAMS = 256
 """Programs that keep a large GPU busy: about two for each of 108 to 142 multiprocessors."""
 MAX_SPLITS = 8
+MOST_SUM_BYTES = 16 << 20
+"""32-bit sums that splits leave between two launches: they should be found in the L2."""
 MIN_SPLIT_STEPS = 6
 """K steps that a split keeps at least: fewer than its pipeline is deep would only wait."""
 DETERMINISTIC_ROWS = 64
@@ -44,9 +46,15 @@ def split(tile: GemmTile, num_rows: int, out_features: int, in_features: int) ->
     WANTED_PROGRAMS tiles of 32-bit sums: 2 MiB for tiles of 32 x 64."""
     if num_rows > MAX_SPLIT_ROWS:
         return tile
-    programs = -(-num_rows // tile.rows) * -(-out_features // tile.cols)
+    return spread(tile, num_rows, out_features, in_features, WANTED_PROGRAMS)
+
+
+def spread(tile: GemmTile, num_rows: int, out_features: int, in_features: int, programs: int) -> GemmTile:
+    """The tile with as many splits of K as make up to so many programs, none that is too short or leaves too much between two launches."""
+    tiles = -(-num_rows // tile.rows) * -(-out_features // tile.cols)
     steps = -(-in_features // tile.depth)
-    wanted = min(WANTED_PROGRAMS // max(programs, 1), MAX_SPLITS, steps // MIN_SPLIT_STEPS)
+    most = MOST_SUM_BYTES // max(4 * num_rows * out_features, 1)
+    wanted = min(programs // max(tiles, 1), MAX_SPLITS, steps // MIN_SPLIT_STEPS, most)
     return replace(tile, splits=max(wanted, 1))
 
 

@@ -10,6 +10,7 @@ import xxhash
 from safetensors import safe_open
 
 from dspark.kernels.ops import KernelFacts, Kernels
+from dspark.kernels.triton.tuning.machine import known_tiles
 from dspark.runtime.models.decoder import Decoder, build_decoder
 from dspark.runtime.spec.errors import InputError, UsageError
 from dspark.runtime.spec.kv_cache import choose_cache_dtype, is_scale
@@ -132,7 +133,8 @@ def cache_dtype_of(manifest: EngineManifest, wanted: str = "auto") -> torch.dtyp
 def choose_kernels(
     config: ModelConfig, dtype: str | None = None, device: str = "cpu", kernels: str = "auto", block_size: int = 16, **facts: Any
 ) -> Kernels:
-    """The kernels of a run of this model. dtype: default the model's own; facts: the flags of KernelFacts.
+    """The kernels of a run of this model. dtype: default the model's own; facts: the flags of KernelFacts. On a GPU they take the
+    tiles that are known for it.
 
     Raises UsageError for Triton kernels without a GPU.
     """
@@ -140,6 +142,8 @@ def choose_kernels(
         raise UsageError(
             f"--kernels is triton, which needs a GPU, and the device is {device}", "type --kernels auto or --kernels reference"
         )
+    if device == "cuda" and kernels != "reference":
+        facts.setdefault("tiles", known_tiles())
     known = KernelFacts(
         device=device,
         dtype=TORCH_DTYPES[dtype or config.dtype],

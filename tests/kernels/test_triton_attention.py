@@ -57,7 +57,7 @@ def test_form_of_attention(results: dict[str, dict[str, Any]], name: str) -> Non
 
 def shape(**changes: Any) -> AttentionShape:
     base: dict[str, Any] = {"num_sequences": 1, "max_query_len": 1, "max_context_len": 4096, "num_kv_heads": 8, "group": 4, "block_d": 128}
-    base |= {"itemsize": 2, "coded": False, "window": None, "has_tree": False, "multiprocessors": 132} | changes
+    base |= {"itemsize": 2, "cache": "number", "window": None, "has_tree": False, "multiprocessors": 132} | changes
     return AttentionShape(**{"num_tokens": base["num_sequences"] * base["max_query_len"], **base})
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import gpu_models
 import gpu_timings
+import gpu_tuning
 import torch
 import triton_attention
 import triton_sampling
@@ -27,7 +28,8 @@ def all_checks(device: str = "cuda") -> list[Check]:
     timings = timing_checks(gpu_timings.LLAMA, device, sheet)
     models = model_checks(gpu_models.CASES, device, sheet)
     forms = [*attention_form_checks(device), *sampling_checks(device)]
-    return [*at_real_shapes, *engines[:3], *timings, *models, *forms, *engines[3:], *rest]
+    tuning = tuning_checks(gpu_timings.LLAMA, device)
+    return [*at_real_shapes, *engines[:3], *timings, *models, *tuning, *forms, *engines[3:], *rest]
 
 
 def dry_checks() -> list[Check]:
@@ -37,7 +39,7 @@ def dry_checks() -> list[Check]:
     timings = timing_checks(gpu_timings.TINY, "cpu", None)
     models = model_checks(gpu_models.TINY_CASES, "cpu", None, interpreted=True)
     forms = [*attention_form_checks("cpu")[:1], *sampling_checks("cpu")[:1]]
-    return [*kernels, *timings, *models, *forms]
+    return [*kernels, *timings, *models, *tuning_checks(gpu_timings.TINY, "cpu")[-2:], *forms]
 
 
 def _interpreted(case: triton_attention.Case) -> str:
@@ -58,6 +60,11 @@ def timing_checks(shapes: gpu_timings.Shapes, device: str, sheet: Device | None)
 def model_checks(cases: tuple[gpu_models.ModelCase, ...], device: str, sheet: Device | None, interpreted: bool = False) -> list[Check]:
     """Steps of whole models by the clock."""
     return [Check(f"model-{case}", partial(gpu_models.model_check, case, device, sheet, interpreted)) for case in cases]
+
+
+def tuning_checks(shapes: gpu_timings.Shapes, device: str) -> list[Check]:
+    """What measuring tiles brings at a few shapes."""
+    return [Check(f"tuning-{name}", run) for name, run in gpu_tuning.tuning_runs(shapes, device)]
 
 
 def attention_form_checks(device: str) -> list[Check]:

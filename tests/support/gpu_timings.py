@@ -22,7 +22,7 @@ from dspark.kernels.triton import sampling
 from dspark.runtime.layers.linear import build_weight
 from dspark.runtime.roofline.devices import Device
 from dspark.runtime.roofline.measured import timed_kernels
-from dspark.runtime.spec.quant import QuantConfig, preset
+from dspark.runtime.spec.quant import QuantConfig, QuantScheme, preset
 
 Record = dict[str, Any]
 Run = Callable[[], Any]
@@ -176,20 +176,30 @@ def _last_queries(batch: AttentionBatch, queries: int, context: int) -> Attentio
 
 def _linear(shapes: Shapes, device: str, name: str, rows: int, outputs: int, inputs: int) -> tuple[Record, Run, Run | None]:
     """A quantized linear as a model has it, the rounding of its inputs included; torch's product of dense weights beside it."""
-    scheme = preset(name)
-    if scheme.storage == "wna16":
-        scheme = replace(scheme, group_size=128 if inputs % 128 == 0 else 32)
-    if name == "fp8":
-        scheme = replace(scheme, inputs="dynamic")
-    source = RandomWeights({"linear.weight": (outputs, inputs)}, QuantConfig(scheme), shapes.dtype, device)
-    weight = build_weight("linear", scheme, {leaf: source.take(f"linear.{leaf}") for leaf in scheme.leaves()})
+    scheme = scheme_for(name, inputs)
+    op, weight = quantized_weight(shapes, device, name, outputs, inputs)
     facts = KernelFacts(device, shapes.dtype, 64, 1, 1, BLOCK_SIZE, interpreted=device == "cpu")
-    op = {"wna16": "make_wna16_linear", "int8": "make_int8_linear", "fp8": "make_fp8_linear"}[scheme.storage]
     linear = implementation("triton", op)(weight, None, facts)
     x = torch.randn(rows, inputs, device=device).to(shapes.dtype)
     dense = torch.randn(outputs, inputs, device=device).to(shapes.dtype)
     record = {"op": "linear", "rows": rows, "outputs": outputs, "inputs": inputs, "dtype": shapes.dtype_name, "scheme": asdict(scheme)}
     return record, partial(linear, x), partial(torch.nn.functional.linear, x, dense)
+
+
+def scheme_for(name: str, inputs: int) -> QuantScheme:
+    """A scheme of a linear with so many inputs."""
+    scheme = preset(name)
+    if scheme.storage == "wna16":
+        scheme = replace(scheme, group_size=128 if inputs % 128 == 0 else 32)
+    return replace(scheme, inputs="dynamic") if name == "fp8" else scheme
+
+
+def quantized_weight(shapes: Shapes, device: str, name: str, outputs: int, inputs: int) -> tuple[str, Any]:
+    """(the op that takes it, a random weight)"""
+    scheme = scheme_for(name, inputs)
+    source = RandomWeights({"linear.weight": (outputs, inputs)}, QuantConfig(scheme), shapes.dtype, device)
+    weight = build_weight("linear", scheme, {leaf: source.take(f"linear.{leaf}") for leaf in scheme.leaves()})
+    return {"wna16": "make_wna16_linear", "int8": "make_int8_linear", "fp8": "make_fp8_linear"}[scheme.storage], weight
 
 
 def _rows(shapes: Shapes, device: str, op: str, rows: int) -> tuple[Record, Run, Run | None]:
