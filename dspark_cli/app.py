@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from dspark import __version__
-from dspark_cli import convert, doctor, eval, export, generate, inspect, pair, quantize
+from dspark_cli import convert, doctor, eval, export, generate, inspect, pair, quantize, tune
 from dspark_cli.console import EXIT_STOPPED, Console, report
 from dspark_cli.options import COMMANDS
 
@@ -40,7 +40,7 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
     pass
 
 
-for _module in (convert, quantize, eval, export, generate, pair, inspect, doctor):
+for _module in (convert, quantize, eval, export, generate, pair, tune, inspect, doctor):
     _module.register(app)
 
 

@@ -87,10 +87,34 @@ def kernel_choices(options: DoctorOptions, has_gpu: bool) -> dict[str, dict[str,
     return Kernels(facts, options.kernels).explain()
 
 
+def tile_facts(has_gpu: bool) -> dict[str, Any]:
+    """Which table of tiles this machine's GPU has, where what was measured of it is kept, and how many shapes were."""
+    from dspark.kernels.triton.tuning.cache import cache_directory
+
+    if not has_gpu:
+        return {"table": None, "measured": False, "cache": str(cache_directory()), "tuned": 0, "problem": None}
+    from dspark.kernels.triton.tuning.machine import known_tiles
+
+    book = known_tiles()
+    table = book.shipped
+    found = {"table": None if table is None else table.name, "measured": table is not None and table.measured}
+    return {**found, "cache": book.cache, "tuned": len(book.tuned), "problem": book.problem}
+
+
+def tile_line(facts: dict[str, Any], has_gpu: bool) -> str:
+    """The same in one line."""
+    if not has_gpu:
+        return f"tiles none without a GPU; measured ones would be kept in '{facts['cache']}'"
+    marked = "" if facts["measured"] or facts["table"] is None else ", unmeasured"
+    table = "by shape alone, no table for this GPU" if facts["table"] is None else f"table of {facts['table']}{marked}"
+    return f"tiles {table}; {facts['tuned']} shapes measured here, '{facts['cache']}'"
+
+
 def doctor(console: Console, options: DoctorOptions) -> int:
     """Versions, devices, and which kernel each op takes here and why."""
     facts = machine_facts()
-    report = {"versions": package_versions(), "machine": facts, "kernels": kernel_choices(options, bool(facts["gpus"]))}
+    has_gpu = bool(facts["gpus"])
+    report = {"versions": package_versions(), "machine": facts, "kernels": kernel_choices(options, has_gpu), "tiles": tile_facts(has_gpu)}
     console.document(report)
     console.data(f"python {facts['python']} ({sys.executable}) on {facts['system']}")
     console.data("  ".join(f"{name} {found or 'absent'}" for name, found in report["versions"].items()))
@@ -102,6 +126,7 @@ def doctor(console: Console, options: DoctorOptions) -> int:
         console.data(f"gpu {gpu['name']}  {gpu['memory_bytes'] / 2**30:.1f} GiB  sm_{gpu['capability'].replace('.', '')}")
     if not facts["gpus"]:
         console.data("gpu none")
+    console.data(tile_line(report["tiles"], has_gpu))
     width = max(len(op) for op in report["kernels"])
     for op, choice in report["kernels"].items():
         declined = "; ".join(f"{name}: {reason}" for name, reason in choice["declined"].items())

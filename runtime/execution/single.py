@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from dspark.kernels.cpu.threads import start_pools
+from dspark.kernels.triton.tuning.subjects import Load
+from dspark.runtime.execution.autotune import autotune, tile_metrics
 from dspark.runtime.execution.device_queue import CudaQueue, DeviceQueue
 from dspark.runtime.execution.device_steps import DeviceSampler, DeviceSteps, GreedySampler
 from dspark.runtime.execution.executor import PendingStep, StepTooLargeError
@@ -74,6 +76,7 @@ class SingleExecutor:
             interpreted=interpreted,
             kv_cache_dtype=config.kv_cache_dtype,
         )
+        self._tuned = autotune(model, Load(config.max_num_seqs, config.max_num_batched_tokens, max_model_len), config.autotune)
         dtype = model.kernels.facts.kv_dtype
         eos = frozenset(manifest.model.eos_token_ids)
         device_rows = device_rows_for(model.kernels, eos)
@@ -170,6 +173,7 @@ class SingleExecutor:
             "dtype": self._dtype,
             "threads": self.threads,
             "kernels": {op: choice["taken"] for op, choice in self._runner.model.kernels.explain().items()},
+            "tiles": tile_metrics(self._runner.model.kernels.facts.tiles, self._tuned),
             "drawn_on": "host" if self._runner.sampler.device_rows is None else "device",
             "kv_cache_dtype": self._cache_dtype,
             "kv_pool_bytes": self._pool_bytes,

@@ -46,6 +46,14 @@ class EngineConfig:
     cuda_graphs: str = setting(
         "auto", "replay steps that decode and verify from recordings (auto: on a GPU, where the kernels allow it)", choices=GRAPH_CHOICES
     )
+    autotune: float = setting(
+        0.0,
+        "on a GPU: first measure which tiles of its kernels are fastest for this engine, for so many seconds at most, and keep them for "
+        "later runs (0: take what is known); dspark tune does the same without a job",
+        low=0,
+        high=86400,
+        metavar="SECONDS",
+    )
     threads: int | None = setting(None, "CPU threads (default: the cores this process may use)", low=1, high=1024)
     deterministic: bool = setting(False, "batch-invariant arithmetic: the same bytes whatever the batch, order or pool size")
     seed: int = setting(0, "job seed of the random streams of lines without a seed", low=0, high=2**64 - 1)
