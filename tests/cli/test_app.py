@@ -72,6 +72,7 @@ def test_commands_stand_in_the_order_of_the_work() -> None:
         "export",
         "generate",
         "pair",
+        "tune",
         "inspect",
         "doctor",
     ]
