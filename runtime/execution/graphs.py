@@ -7,7 +7,7 @@ keys and values are stored nowhere. A shape is recorded when it is met for the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,22 +51,18 @@ class _Entry:
 
 
 @dataclass
-class StepGraphs:
-    """compute: a batch on the device -> logits [T, V], starting work there and waiting for none. longest_plain: longest sequence for which
-    it asks the host nothing (ropes that follow the length), None for any.
+class Recordings:
+    """Work of a few shapes, each by a key of its own, recorded when it is met for the second time.
 
-    num_replayed, num_eager: steps that came from a recording, and steps that could have had one.
+    num_replayed, num_eager: work that came from a recording, and work that could have. failed: why recording ended, None while it goes on.
     """
 
-    compute: Callable[[ForwardBatch], torch.Tensor | None]
     record: Record
-    block_size: int
     device: str
-    longest_plain: int | None = None
     num_replayed: int = 0
     num_eager: int = 0
     failed: str | None = None
-    _entries: dict[Bucket, _Entry] = field(default_factory=dict)
+    _entries: dict[Hashable, _Entry] = field(default_factory=dict)
 
     @property
     def num_recorded(self) -> int:
@@ -76,6 +72,77 @@ class StepGraphs:
         """Counters, JSON-ready. off: why recording ended, None while it goes on."""
         return {"off": self.failed, "recorded": self.num_recorded, "steps_replayed": self.num_replayed, "steps_eager": self.num_eager}
 
+    def meets(self, key: Hashable) -> bool:
+        """Whether to do work of this shape, which is about to be done, by a recording."""
+        if self.failed is not None:
+            return False
+        entry = self._entries.setdefault(key, _Entry())
+        entry.times_met += 1
+        if entry.times_met == 1 or (entry.replay is None and self.num_recorded >= MOST_RECORDINGS):
+            self.num_eager += 1
+            return False
+        return True
+
+    def fill(self, key: Hashable, arrays: dict[str, np.ndarray]) -> None:
+        """Bring inputs to where the recording reads them."""
+        self._places(key, arrays).fill(list(arrays.values()))
+
+    def packed(self, key: Hashable, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """Inputs as `take` takes them: bytes, to be staged with others."""
+        self._places(key, arrays)
+        return pack(list(arrays.values()))
+
+    def take(self, key: Hashable, packed: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Bring inputs that are on the device to where the recording reads them; returns those places by the arrays' names."""
+        entry = self._entries[key]
+        assert entry.places is not None
+        entry.places.take(packed)
+        return entry.there
+
+    def run(self, key: Hashable, work: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> torch.Tensor:
+        """The result of the work on the inputs that were brought last. It lasts until a recording is made or replayed again."""
+        entry = self._entries[key]
+        if entry.replay is None:
+            entry.replay = self._recorded(lambda: work(entry.there))
+        self.num_replayed += self.failed is None
+        self.num_eager += self.failed is not None
+        return entry.replay()
+
+    def _places(self, key: Hashable, arrays: dict[str, np.ndarray]) -> Places:
+        entry = self._entries[key]
+        if entry.places is None:
+            entry.places = Places(list(arrays.values()), self.device)
+            entry.there = dict(zip(arrays, entry.places.tensors, strict=True))
+        return entry.places
+
+    def _recorded(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        try:
+            return self.record(work)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # this work and that to come are done without; metrics say why
+            self.failed = str(error).strip().splitlines()[0]
+            return work
+
+
+class StepGraphs:
+    """compute: a batch on the device -> logits [rows, V], starting work there and waiting for none. longest_plain: longest sequence for
+    which it asks the host nothing (ropes that follow the length), None for any."""
+
+    def __init__(
+        self,
+        compute: Callable[[ForwardBatch], torch.Tensor | None],
+        record: Record,
+        block_size: int,
+        device: str,
+        longest_plain: int | None = None,
+    ) -> None:
+        self._compute, self._block_size, self._longest_plain = compute, block_size, longest_plain
+        self.recordings = Recordings(record, device)
+
+    def metrics(self) -> dict[str, Any]:
+        return self.recordings.metrics()
+
     def meet(self, plan: SchedulerOutput, laid: Laid, absorbed: bool = False) -> Bucket | None:
         """The bucket to compute a step by, None for one that is computed as it comes. absorbed: see Bucket."""
         if not plan.scheduled or not all(item.samples and item.num_tokens == 1 for item in plan.scheduled):
@@ -84,67 +151,34 @@ class StepGraphs:
 
     def bucket_for(self, laid: Laid, absorbed: bool = False) -> Bucket | None:
         """The same for a step that decodes or verifies."""
-        if self.failed is not None or (self.longest_plain is not None and laid.longest > self.longest_plain):
+        if self._longest_plain is not None and laid.longest > self._longest_plain:
             return None
         bucket = bucket_of(laid, absorbed)
-        entry = self._entries.setdefault(bucket, _Entry())
-        entry.times_met += 1
-        if entry.times_met == 1 or (entry.replay is None and self.num_recorded >= MOST_RECORDINGS):
-            self.num_eager += 1
-            return None
-        return bucket
+        return bucket if self.recordings.meets(bucket) else None
 
     def run(self, bucket: Bucket, laid: Laid) -> torch.Tensor:
-        """Logits [rows, V] of a step that `meet` has found a bucket for (part of a step's work). They last until the next recording is
-        made or replayed."""
-        arrays = padded(bucket, laid, self.block_size)
-        self._places(bucket, arrays).fill(list(arrays.values()))
+        """Logits [rows, V] of a step that `meet` has found a bucket for (part of a step's work). See `Recordings.run`."""
+        self.recordings.fill(bucket, padded(bucket, laid, self._block_size))
         return self._replayed(bucket, laid)
 
     def packed(self, bucket: Bucket, laid: Laid) -> np.ndarray:
-        """The step's inputs as `run_packed` takes them: bytes, to be staged with others."""
-        arrays = padded(bucket, laid, self.block_size)
-        self._places(bucket, arrays)
-        return pack(list(arrays.values()))
+        """The step's inputs as `run_packed` takes them."""
+        return self.recordings.packed(bucket, padded(bucket, laid, self._block_size))
 
     def run_packed(self, bucket: Bucket, laid: Laid, packed: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """`run` of inputs that are on the device. token_ids int64 [T]: instead of the step's own."""
-        entry = self._entries[bucket]
-        assert entry.places is not None
-        entry.places.take(packed)
+        there = self.recordings.take(bucket, packed)
         if token_ids is not None:
-            entry.there["token_ids"][: token_ids.shape[0]].copy_(token_ids)
+            there["token_ids"][: token_ids.shape[0]].copy_(token_ids)
         return self._replayed(bucket, laid)
 
-    def _places(self, bucket: Bucket, arrays: dict[str, np.ndarray]) -> Places:
-        entry = self._entries[bucket]
-        if entry.places is None:
-            entry.places = Places(list(arrays.values()), self.device)
-            entry.there = dict(zip(arrays, entry.places.tensors, strict=True))
-        return entry.places
-
     def _replayed(self, bucket: Bucket, laid: Laid) -> torch.Tensor:
-        entry = self._entries[bucket]
-        if entry.replay is None:
-            entry.replay = self._recorded(batch_of(entry.there, bucket.max_query_len, bucket.max_context_len, longest=0))
-        self.num_replayed += self.failed is None
-        self.num_eager += self.failed is not None
-        return entry.replay()[: laid.arrays["sample_rows"].shape[0]]
-
-    def _recorded(self, batch: ForwardBatch) -> Callable[[], torch.Tensor]:
-        def work() -> torch.Tensor:
-            batch.attention.prepared.clear()
-            logits = self.compute(batch)
+        def work(there: dict[str, torch.Tensor]) -> torch.Tensor:
+            logits = self._compute(batch_of(there, bucket.max_query_len, bucket.max_context_len, longest=0))
             assert logits is not None
             return logits
 
-        try:
-            return self.record(work)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # this step and those to come are computed without; metrics say why
-            self.failed = str(error).strip().splitlines()[0]
-            return work
+        return self.recordings.run(bucket, work)[: laid.arrays["sample_rows"].shape[0]]
 
 
 def bucket_of(laid: Laid, absorbed: bool = False) -> Bucket:
@@ -155,7 +189,7 @@ def bucket_of(laid: Laid, absorbed: bool = False) -> Bucket:
         rounded(arrays["token_ids"].shape[0]),
         rounded(arrays["sample_rows"].shape[0]),
         1 << (laid.max_query_len - 1).bit_length(),
-        max(LEAST_CONTEXT, 1 << (laid.max_context_len - 1).bit_length()),
+        rounded_context(laid.max_context_len),
         "visible" in arrays,
         absorbed,
     )
@@ -169,6 +203,11 @@ def rounded(count: int) -> int:
     return -(-count // step) * step
 
 
+def rounded_context(length: int) -> int:
+    """Up to a power of two that is not too small to be worth a recording of its own."""
+    return max(LEAST_CONTEXT, 1 << (length - 1).bit_length())
+
+
 def padded(bucket: Bucket, laid: Laid, block_size: int) -> dict[str, np.ndarray]:
     """A step's arrays in the bucket's shapes. Added sequences have no tokens and no keys, added tokens no sequence. Where all tokens'
     logits are wanted, those of the added ones are computed too, in order."""
@@ -180,24 +219,25 @@ def padded(bucket: Bucket, laid: Laid, block_size: int) -> dict[str, np.ndarray]
     found = arrays["block_tables"]
     tables[: found.shape[0], : found.shape[1]] = found
     out = {
-        "token_ids": _to(arrays["token_ids"], tokens, 0),
-        "rope_lengths": _to(arrays["rope_lengths"], tokens, 1),
-        "sample_rows": np.arange(tokens, dtype=np.int64) if wants_all else _to(arrays["sample_rows"], bucket.num_rows, 0),
-        "query_start": _to(arrays["query_start"], sequences + 1, int(arrays["query_start"][-1])),
-        "context_lens": _to(arrays["context_lens"], sequences, 0),
+        "token_ids": to_length(arrays["token_ids"], tokens, 0),
+        "rope_lengths": to_length(arrays["rope_lengths"], tokens, 1),
+        "sample_rows": np.arange(tokens, dtype=np.int64) if wants_all else to_length(arrays["sample_rows"], bucket.num_rows, 0),
+        "query_start": to_length(arrays["query_start"], sequences + 1, int(arrays["query_start"][-1])),
+        "context_lens": to_length(arrays["context_lens"], sequences, 0),
         "block_tables": tables,
-        "slot_mapping": _to(arrays["slot_mapping"], tokens, -1),
-        "positions": _to(arrays["positions"], tokens, 0),
-        "source_rows": _to(sources, tokens, -1),
+        "slot_mapping": to_length(arrays["slot_mapping"], tokens, -1),
+        "positions": to_length(arrays["positions"], tokens, 0),
+        "source_rows": to_length(sources, tokens, -1),
     }
     if bucket.has_tree:
-        out["visible"] = _to(arrays["visible"], tokens, 0)
-        out["tree_start"] = _to(arrays["tree_start"], sequences, 0)
-        out["slots_before"] = _to(arrays["slots_before"], tokens, 0)
+        out["visible"] = to_length(arrays["visible"], tokens, 0)
+        out["tree_start"] = to_length(arrays["tree_start"], sequences, 0)
+        out["slots_before"] = to_length(arrays["slots_before"], tokens, 0)
     return out
 
 
-def _to(array: np.ndarray, length: int, value: int) -> np.ndarray:
+def to_length(array: np.ndarray, length: int, value: int) -> np.ndarray:
+    """A longer array [length], filled up with a value."""
     out = np.full(length, value, array.dtype)
     out[: array.shape[0]] = array
     return out

@@ -51,8 +51,9 @@ class DraftSteps:
         """Replay steps from recordings from now on, where the kernels allow it (else `no_graphs` says why not)."""
         kernels = self._model.kernels
         taken = {op: selection.taken for op, selection in kernels.selections.items()}
-        self.no_graphs = waits_for_host(taken, self._model.config.num_experts > 0)
-        if self.no_graphs is None:
+        waits = waits_for_host(taken, self._model.config.num_experts > 0)
+        self.no_graphs = None if waits is None else f"the drafter's {waits}"
+        if waits is None:
             facts = kernels.facts
             self.graphs = StepGraphs(self._compute, record, facts.block_size, facts.device, self._rope.longest_plain)
 

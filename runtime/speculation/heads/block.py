@@ -15,7 +15,7 @@ import torch
 from dspark.kernels.ops import Kernels, LinearFn
 from dspark.kernels.staging import wait_for
 from dspark.runtime.execution.forward_batch import ForwardBatch
-from dspark.runtime.execution.graphs import Record
+from dspark.runtime.execution.graphs import Record, Recordings
 from dspark.runtime.layers.linear import load_linear
 from dspark.runtime.layers.mlp import FeedForward, load_gated_mlp
 from dspark.runtime.layers.norm import ResidualStep
@@ -97,6 +97,8 @@ class BlockDrafter:
         self._rope, self._sampler, self._prior, self._keep = rope, sampler, prior, keep_distributions
         self._pages = DraftPages(backbone.kernels, len(backbone.layers))
         self.bytes_per_block = self._pages.bytes_per_block
+        self._recordings: Recordings | None = None
+        self._no_recordings: str | None = None
 
     def allocate(self, num_blocks: int) -> None:
         self._pages.allocate(num_blocks)
@@ -114,10 +116,15 @@ class BlockDrafter:
         return self._pages.why_not_recorded()
 
     def record(self, record: Record) -> None:
-        """Nothing so far: a draft's own steps are computed as they come."""
+        """A pass through the layers, by numbers of sequences and rows."""
+        self._no_recordings = self._pages.why_not_recorded()
+        if self._no_recordings is None:
+            self._recordings = Recordings(record, self._backbone.kernels.facts.device)
 
     def metrics(self) -> dict[str, Any]:
-        return {}
+        if self._recordings is not None:
+            return {"draft_graphs": self._recordings.metrics()}
+        return {"draft_graphs": {"off": self._no_recordings}} if self._no_recordings is not None else {}
 
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
         """Write the context's keys and values of the step's tokens, of draft tokens too: those that are rejected are written over when
@@ -153,8 +160,8 @@ class BlockDrafter:
     def _draw_blocks(self, sequences: list[Sequence], limits: list[int], rows: int) -> DraftChains:
         facts = self._backbone.kernels.facts
         chains = chains_for(self._sampler, sequences, limits, self._keep)
-        laid = lay_out(sequences, rows, facts.block_size, facts.device, chains)
-        states, previous = self._states(laid), laid.newest
+        laid = lay_out(sequences, rows, facts.block_size, facts.device, chains, self._recordings)
+        states, previous = self._replayed(laid, len(sequences)), laid.newest[: len(sequences)]
         if not self.config.sample_from_anchor:
             states = states[:, 1:]  # a row fills its own place, and the first one's is taken
         states = states[:, : max(limits)]
@@ -172,6 +179,13 @@ class BlockDrafter:
             if chains.all_closed:
                 break
         return chains
+
+    def _replayed(self, laid: DraftPass, count: int) -> torch.Tensor:
+        """`_states`, by a recording if there is one for it. It may be read until the next pass."""
+        shape = laid.shape
+        if shape is None or self._recordings is None:
+            return self._states(laid)
+        return self._recordings.run(shape, lambda there: self._states(shape.of(there)))[:count]
 
     def _states(self, laid: DraftPass) -> torch.Tensor:
         """Normed states [S, rows, H] of blocks that begin at the sequences' newest tokens."""

@@ -76,7 +76,7 @@ def test_tokens_that_the_device_has_drawn_are_taken_by_row(engine_dir: Path) -> 
         bucket = graphs.meet(fed, laid)
         if bucket is not None:
             torch.testing.assert_close(graphs.run(bucket, laid), expected, rtol=1e-4, atol=1e-4)
-    assert graphs.num_replayed == 2
+    assert graphs.recordings.num_replayed == 2
 
 
 def test_prompts_are_computed_as_they_come(engine_dir: Path) -> None:
@@ -168,7 +168,7 @@ def test_no_memory_for_a_recording_is_no_memory_for_the_step() -> None:
     assert bucket is not None
     with pytest.raises(torch.OutOfMemoryError):
         graphs.run(bucket, laid)
-    assert graphs.failed is None
+    assert graphs.recordings.failed is None
 
 
 TRITON = {"rope_store_kv": "triton", "paged_attention": "triton", "moe_mlp": "reference"}

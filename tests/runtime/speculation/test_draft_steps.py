@@ -88,7 +88,7 @@ def test_steps_behind_each_other_take_their_tokens_when_they_are_known(engine_di
             own = [Run(s.table.blocks, s.num_tokens + depth, [int(t)], s.rope_len) for s, t in zip(sequences, tokens, strict=False)]
             (alone,), _ = plain.place([lay_out(own, len(own), BLOCK)])
             torch.testing.assert_close(found, plain.logits(alone), rtol=1e-4, atol=1e-4)
-    assert recorded.graphs is not None and recorded.graphs.num_replayed >= 4
+    assert recorded.graphs is not None and recorded.graphs.recordings.num_replayed >= 4
     assert lay_out_ahead(sequences, [], BLOCK) == []
 
 
@@ -96,7 +96,7 @@ def test_long_prompts_are_computed_as_they_come(engine_dir: Path, monkeypatch: p
     """And so is a step that nobody wants logits of; else why nothing is recorded is told."""
     steps = steps_of(engine_dir)
     steps.record(FakeRecorder())
-    assert steps.metrics() == {"draft_graphs": {"off": "rope_store_kv is the reference one, which waits for the host"}}
+    assert steps.metrics() == {"draft_graphs": {"off": "the drafter's rope_store_kv is the reference one, which waits for the host"}}
     monkeypatch.setattr(draft_steps, "waits_for_host", lambda taken, has_experts: None)
     steps.record(FakeRecorder())
     for counts, num_wanted in (([6, 1], 2), ([1, 1], 0)):

@@ -21,6 +21,7 @@ from dspark.runtime.spec.request import Request
 from dspark.runtime.spec.sampling_params import SamplingParams
 from dspark.runtime.speculation import draft_steps
 from dspark.runtime.speculation.draft_model import DraftModel, load_draft_model
+from dspark.runtime.speculation.heads import pages
 from dspark.runtime.speculation.heads.block import BlockDrafter
 from dspark.runtime.speculation.heads.chains import Chains, DeviceChains
 from dspark.runtime.speculation.heads.eagle3 import EagleDrafter
@@ -180,20 +181,29 @@ def test_penalties_are_refused_ahead() -> None:
         DeviceChains(DeviceRows(frozenset()), [seq], [2], False)
 
 
-@pytest.mark.parametrize(("options", "keep"), [("greedy", False), ("cut", True)])
-def test_a_draft_models_steps_are_replayed(
-    target: Any, built: Build, fetched: list[int], monkeypatch: pytest.MonkeyPatch, options: str, keep: bool
+@pytest.mark.parametrize(
+    ("kind", "options", "keep"),
+    [
+        ("draft-model", "greedy", False),
+        ("draft-model", "cut", True),
+        ("deepspec-rnn", "drawn", False),
+        ("speculators-dflash", "cut", True),
+    ],
+)
+def test_replayed_passes_draft_what_computed_ones_draft(
+    target: Any, built: Build, fetched: list[int], monkeypatch: pytest.MonkeyPatch, kind: str, options: str, keep: bool
 ) -> None:
-    """What it catches up with and each further token, in rounded shapes: the drafts are those of steps that are computed as they come."""
+    """What a draft model catches up with and each further token, and a block of rows, in rounded shapes."""
     monkeypatch.setattr("dspark.runtime.speculation.draft_model.LEAST_SURVIVAL", 1e-4)
-    monkeypatch.setattr(draft_steps, "waits_for_host", lambda taken, has_experts: None)
+    for module in (draft_steps, pages):
+        monkeypatch.setattr(module, "waits_for_host", lambda taken, has_experts: None)
     asked = requests(30, **OPTIONS[options])
     settings: dict[str, Any] = {"kernels": "reference", **(REJECTION if keep else {})}
-    computed = run(target.engine, asked, built("draft-model", True, keep), **settings)
+    computed = run(target.engine, asked, built(kind, True, keep), **settings)
     recorder = FakeRecorder()
 
     def recorded(*args: Any) -> Any:
-        drafter = built("draft-model", True, keep)(*args)
+        drafter = built(kind, True, keep)(*args)
         drafter.record(recorder)
         return drafter
 
@@ -204,7 +214,7 @@ def test_a_draft_models_steps_are_replayed(
     assert graphs["off"] is None and graphs["steps_replayed"] > 15 and graphs["recorded"] < graphs["steps_replayed"]
 
 
-def test_why_a_draft_models_steps_are_not_recorded_is_told(target: Any, built: Build) -> None:
-    asked = requests(6)
-    got = run(target.engine, asked, built("draft-model", False), kernels="reference", queue=DeferredQueue(), record=FakeRecorder())
-    assert got.engine.metrics()["draft_graphs"] == {"off": "rope_store_kv is the reference one, which waits for the host"}
+@pytest.mark.parametrize("kind", ["draft-model", "deepspec-rnn"])
+def test_why_a_drafters_passes_are_not_recorded_is_told(target: Any, built: Build, kind: str) -> None:
+    got = run(target.engine, requests(6), built(kind, False), kernels="reference", queue=DeferredQueue(), record=FakeRecorder())
+    assert got.engine.metrics()["draft_graphs"] == {"off": "the drafter's rope_store_kv is the reference one, which waits for the host"}

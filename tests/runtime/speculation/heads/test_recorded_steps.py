@@ -106,5 +106,7 @@ def test_a_drafter_that_stores_by_other_kernels_is_named(target: Any, built: Cal
     assert why_not("auto", "cuda", taken, False, drafter) == "the drafter's rope_store_kv is the reference one, which waits for the host"
     kernels = drafter._pages.kernels
     kernels.selections["rope_store_kv"] = replace(kernels.selections["rope_store_kv"], taken="triton")
+    assert "paged_attention" in str(why_not("auto", "cuda", taken, False, drafter))
+    kernels.selections["paged_attention"] = replace(kernels.selections["paged_attention"], taken="triton")
     assert why_not("auto", "cuda", taken, False, drafter) is None
     assert why_not("auto", "cuda", taken, False, built("draft-model")(model, Sampler(frozenset()), 64)) is None
