@@ -104,6 +104,7 @@ def rope_store_kv(
     normed = q_norm is not None and k_norm is not None
     norms = (q_norm, k_norm) if normed else (qkv, qkv)  # never read without QK_NORM
     kind, k_cache, v_cache = launcher.cache_codes(k_cache, v_cache)
+    slot_mapping = launcher.vector(slot_mapping)
     scales = (cos, cos) if kv_scales is None else (kv_scales.k, kv_scales.v)  # never read for a cache of numbers
     launcher.launch(
         rope_store_kv_kernel,
@@ -128,6 +129,7 @@ def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tens
 
     launcher.require(k_cache.is_contiguous() and v_cache.is_contiguous(), lambda: "copy_blocks needs contiguous caches")
     _, k_cache, v_cache = launcher.cache_codes(k_cache, v_cache)
+    source, target = launcher.vector(source), launcher.vector(target)
     elements = k_cache[0].numel()
     grid = (source.shape[0], -(-elements // tiles.COPY_BLOCK))
     stride = k_cache.stride(0)
@@ -141,6 +143,7 @@ def copy_slots(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tenso
 
     launcher.require(k_cache.stride() == v_cache.stride(), lambda: "key and value cache must have the same strides")
     _, k_cache, v_cache = launcher.cache_codes(k_cache, v_cache)
+    source, target = launcher.vector(source), launcher.vector(target)
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     grid = (num_kv_heads, -(-head_dim // tiles.COPY_SLOT_DIMS))
     for start in range(0, source.shape[0], tiles.COPY_SLOTS):

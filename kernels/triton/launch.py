@@ -49,10 +49,14 @@ def decline_head_dim(facts: KernelFacts) -> str | None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **config: Any) -> None:
-    """Run a jitted kernel over a grid; an empty grid (an empty batch) runs nothing.
+    """Run a jitted kernel over a grid; an empty grid (an empty batch) runs nothing. No kernel is told the stride of a vector: each must be
+    contiguous (see `vector`), or it would read others' elements. Raises ValueError for one that is not.
 
     `benchmarks/aot.py` replaces this function to compile what would have been launched.
     """
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.dim() == 1 and arg.shape[0] > 1 and arg.stride(0) != 1:
+            raise ValueError(f"{kernel} takes vectors that are contiguous, not one of {arg.shape[0]} elements {arg.stride(0)} apart")
     if all(grid):
         kernel[grid](*args, **config)
 
@@ -62,6 +66,11 @@ def cache_codes(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[str, torc
     if k_cache.dtype == torch.float8_e4m3fn:
         return "fp8", k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     return "int8" if k_cache.dtype == torch.int8 else "number", k_cache, v_cache
+
+
+def vector(values: torch.Tensor) -> torch.Tensor:
+    """A vector [n] as kernels take it: a column of a table is not."""
+    return values if values.shape[0] < 2 or values.stride(0) == 1 else values.contiguous()
 
 
 def require(condition: bool, text: Callable[[], str]) -> None:

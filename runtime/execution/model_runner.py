@@ -145,7 +145,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _move_slots(self, moves: list[tuple[int, int]]) -> None:
         (pairs,) = stage([np.asarray(moves, np.int64)], self.device)
-        source, target = pairs.unbind(1)
+        source, target = pairs.t().contiguous()
         for k_cache, v_cache in self.caches:
             self.model.kernels.copy_slots(k_cache, v_cache, source, target)
         if self.drafter is not None:
@@ -153,7 +153,7 @@ class ModelRunner:
 
     def _copy_blocks(self, groups: list[torch.Tensor]) -> None:
         for pairs in groups:
-            source, target = pairs.unbind(1)
+            source, target = pairs.t().contiguous()
             for k_cache, v_cache in self.caches:
                 self.model.kernels.copy_blocks(k_cache, v_cache, source, target)
             if self.drafter is not None:

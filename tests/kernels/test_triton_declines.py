@@ -105,3 +105,21 @@ print(before, "triton" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_vector_whose_elements_are_apart_is_never_launched() -> None:
+    """A kernel would read the elements between them: of (source, target) pairs it read targets as sources, and copied the wrong blocks."""
+    pairs = torch.arange(12).view(6, 2)
+    source = pairs.unbind(1)[0]
+    launched: list[list[int]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *args, **config: launched.append(args[0].tolist())
+
+    with pytest.raises(ValueError, match="6 elements 2 apart"):
+        launch(Kernel(), (1,), source)
+    launch(Kernel(), (1,), launcher.vector(source))
+    launch(Kernel(), (1,), source[:1])
+    assert launched == [[0, 2, 4, 6, 8, 10], [0]]
+    assert launcher.vector(pairs[0]).data_ptr() == pairs[0].data_ptr(), "what is contiguous is not copied"

@@ -211,7 +211,7 @@ def write_tiny_engine(folder: Path, family: str, dtype: str, scheme: str | None,
     return folder / "engine"
 
 
-class _NoText:
+class NoText:
     """Token ids in, token ids out: these engines have no tokenizer to speak of."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
@@ -230,7 +230,7 @@ def generate(
     shared = [(7 * i) % 300 + 5 for i in range(40)]
     prompts = [[11], [5, 6, 7], shared, shared + [9], shared[:33] + [50, 51], [(13 * i) % 300 + 5 for i in range(90)]]
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, kv_cache_memory_bytes=8 << 20, **settings)
-    engine = Engine.from_directory(engine_dir, config, _NoText(), record_gaps=not ahead, interpreted=interpreted)
+    engine = Engine.from_directory(engine_dir, config, NoText(), record_gaps=not ahead, interpreted=interpreted)
     try:
         for i, prompt in enumerate(prompts):
             engine.add(Request(i, prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)))

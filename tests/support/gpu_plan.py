@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import gpu_drafts
 import gpu_models
 import gpu_timings
 import gpu_tuning
@@ -29,7 +30,7 @@ def all_checks(device: str = "cuda") -> list[Check]:
     models = model_checks(gpu_models.CASES, device, sheet)
     forms = [*attention_form_checks(device), *sampling_checks(device)]
     tuning = tuning_checks(gpu_timings.LLAMA, device)
-    return [*at_real_shapes, *engines[:3], *timings, *models, *tuning, *forms, *engines[3:], *rest]
+    return [*at_real_shapes, *engines[:3], *draft_checks(device), *timings, *models, *tuning, *forms, *engines[3:], *rest]
 
 
 def dry_checks() -> list[Check]:
@@ -77,6 +78,15 @@ def attention_form_checks(device: str) -> list[Check]:
         checks.append(Check(f"attention-split_{name}", partial(_done, triton_attention.check_split, shape, dtype, (1, 2), device)))
         checks.append(Check(f"attention-deterministic_{name}", partial(_done, triton_attention.check_deterministic, shape, dtype, device)))
     return checks
+
+
+def draft_checks(device: str) -> list[Check]:
+    """Whole engines that draft: halves in turn, replayed steps, a draft model on a stream of its own; greedy, and drawn at random."""
+    how = [(kind, 0.0) for kind in gpu_drafts.KINDS] + [("draft-model", 1.0)]
+    return [
+        Check(f"drafts-{kind}{'-drawn' if temperature else ''}", partial(gpu_drafts.drafts_check, kind, device, temperature))
+        for kind, temperature in how
+    ]
 
 
 def sampling_checks(device: str) -> list[Check]:

@@ -77,8 +77,13 @@ def rope_store_kv_args(
     angle = torch.rand(num_tokens, rotary_dim // 2, generator=g) * 2 * math.pi
     q_norm, k_norm = ((1 + 0.1 * _randn(g, head_dim, dtype=dtype)) if qk_norm else None for _ in range(2))
     k_cache, v_cache, kv_scales = draw_caches(g, (num_blocks, num_kv_heads, block_size, head_dim), dtype, cache)
-    slots = torch.randperm(num_blocks * block_size, generator=g)[:num_tokens]
+    slots, _ = columns(*(torch.randperm(num_blocks * block_size, generator=g)[:num_tokens] for _ in range(2)))
     return qkv, angle.cos(), angle.sin(), q_norm, k_norm, EPS, k_cache, v_cache, slots, num_heads, kv_scales
+
+
+def columns(*vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The vectors as columns of a table, whose elements are not side by side: a kernel that takes them so reads another column's."""
+    return torch.stack(vectors, 1).unbind(1)
 
 
 def copy_blocks_args(
@@ -89,7 +94,7 @@ def copy_blocks_args(
     num_blocks = 2 * num_pairs + 3
     k_cache, v_cache, _ = draw_caches(g, (num_blocks, num_kv_heads, block_size, head_dim), dtype, cache)
     order = torch.randperm(num_blocks, generator=g)
-    return k_cache, v_cache, order[:num_pairs], order[num_pairs : 2 * num_pairs]
+    return k_cache, v_cache, *columns(order[:num_pairs], order[num_pairs : 2 * num_pairs])
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------------------

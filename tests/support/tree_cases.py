@@ -70,7 +70,10 @@ def with_trees(batch: AttentionBatch, sequences: list[tuple[int, int]], trees: l
 def copy_slots_args(
     dtype: torch.dtype, seed: int, num_paths: int, num_kv_heads: int, head_dim: int, block_size: int = 16, cache: str | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """(k_cache, v_cache, source [n], target [n]): paths of trees of up to 30 nodes that move to where their trees begin."""
+    """(k_cache, v_cache, source [n], target [n]): paths of trees of up to 30 nodes that move to where their trees begin.
+
+    Sources and targets are columns of a table, whose elements are not side by side.
+    """
     g, dice = torch.Generator().manual_seed(seed), random.Random(seed)
     num_blocks = 3 * num_paths + 2
     k_cache, v_cache, _ = draw_caches(g, (num_blocks, num_kv_heads, block_size, head_dim), dtype, cache)
@@ -82,4 +85,5 @@ def copy_slots_args(
         nodes = sorted(dice.sample(range(min(30, 2 * block_size)), dice.randint(1, 6)))
         source += [slots[start + node] for depth, node in enumerate(nodes) if node != depth]
         target += [slots[start + depth] for depth, node in enumerate(nodes) if node != depth]
-    return k_cache, v_cache, torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64)
+    source_column, target_column = torch.tensor([source, target], dtype=torch.int64).t().contiguous().unbind(1)
+    return k_cache, v_cache, source_column, target_column
