@@ -50,13 +50,15 @@ T_95_MANY = 1.725
 @dataclass(frozen=True)
 class Run:
     """One answering of all lines. tokens: written, all answers together. accepted_length: tokens that a verified draft brought, the
-    target's own among them; tokens_per_step: of a line, steps without a draft counted too."""
+    target's own among them; tokens_per_step: of a line, steps without a draft counted too. behind_prompts_s: from each line's first token
+    to its last, of lines one at a time: no draft can make a prompt shorter."""
 
     cpu_s: float
     wall_s: float
     tokens: int
     accepted_length: float | None = None
     tokens_per_step: float | None = None
+    behind_prompts_s: float | None = None
 
     @property
     def rate(self) -> float:
@@ -129,10 +131,12 @@ def run_once(engine: Engine, choice: Choice, requests: list[Request], batch: int
     cpu, wall = time.process_time(), time.perf_counter()
     for request in requests:
         run.add(request)
-    tokens = sum(len(completion.token_ids) for output in run.drain() for completion in output.completions)
+    outputs = list(run.drain())
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    tokens = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
     speculation = run.metrics()["speculation"] or {}
-    return Run(cpu, wall, tokens, speculation.get("mean_accepted_length"), speculation.get("tokens_per_step"))
+    behind = sum(output.finished_at_s - output.first_token_at_s for output in outputs) if batch == 1 else None
+    return Run(cpu, wall, tokens, speculation.get("mean_accepted_length"), speculation.get("tokens_per_step"), behind)
 
 
 def measure(engine: Engine, found: dict[str, Choice], requests: list[Request], batch: int, rounds: int) -> dict[str, list[Run]]:
@@ -163,12 +167,19 @@ def summarize(cell: Cell, runs: dict[str, list[Run]], found: dict[str, Choice]) 
                 "ratio": ratio,
                 "ratio_lower_95": lower,
                 "wall_ratio": wall,
+                "behind_prompts_ratio": _behind_prompts(runs["off"], own),
                 "accepted_length": _median(run.accepted_length for run in own),
                 "tokens_per_step": _median(run.tokens_per_step for run in own),
                 "runs": [asdict(run) for run in own],
             }
         )
     return rows
+
+
+def _behind_prompts(plain: list[Run], own: list[Run]) -> float | None:
+    """By the clock, the ratio of tokens a second from each line's first token on."""
+    rates = [[run.tokens / run.behind_prompts_s for run in runs if run.behind_prompts_s] for runs in (plain, own)]
+    return paired_ratio(*rates)[0] if len(rates[0]) == len(rates[1]) == len(plain) else None
 
 
 def _median(values: Iterator[float | None]) -> float | None:
@@ -187,6 +198,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "ratio": ("ratio", "{:.3f}"),
     "ratio_lower_95": ("at least (95 %)", "{:.3f}"),
     "wall_ratio": ("by the clock", "{:.3f}"),
+    "behind_prompts_ratio": ("behind the prompts", "{:.3f}"),
     "accepted_length": ("accepted length", "{:.2f}"),
     "tokens_per_step": ("tokens/step", "{:.2f}"),
 }

@@ -68,6 +68,8 @@ def test_every_cell_is_measured_and_written(
     assert methods == ["off", "ngram", "auto", "draft"]  # ngram+draft is what auto is
     for row in rows:
         assert len(row["runs"]) == 2 and row["ratio"] > 0
+        assert (row["behind_prompts_ratio"] is not None) == (row["batch"] == 1)
+        assert all(run["behind_prompts_s"] is None or 0 < run["behind_prompts_s"] < run["wall_s"] for run in row["runs"])
         if row["method"] == "off":
             assert row["ratio"] == 1.0 and row["accepted_length"] is None
         if row["ends"] == "ignore_eos":
