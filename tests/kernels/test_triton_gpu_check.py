@@ -137,6 +137,7 @@ def test_every_kind_of_check_works_in_a_dry_run(tmp_path: Path) -> None:
         "attention",
         "sampling",
         "tuning",
+        "drafts",
     }
     assert len(document["model_steps"]) == 8 and len(timed_kernels(document, DEVICES["h100"])) == len(document["timings"])
 

@@ -40,7 +40,8 @@ def dry_checks() -> list[Check]:
     timings = timing_checks(gpu_timings.TINY, "cpu", None)
     models = model_checks(gpu_models.TINY_CASES, "cpu", None, interpreted=True)
     forms = [*attention_form_checks("cpu")[:1], *sampling_checks("cpu")[:1]]
-    return [*kernels, *timings, *models, *tuning_checks(gpu_timings.TINY, "cpu")[-2:], *forms]
+    drafts = [Check("drafts-siblings", partial(gpu_drafts.drafts_check, "siblings", "cpu", tokens=6))]
+    return [*kernels, *timings, *models, *tuning_checks(gpu_timings.TINY, "cpu")[-2:], *forms, *drafts]
 
 
 def _interpreted(case: triton_attention.Case) -> str:
