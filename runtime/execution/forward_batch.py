@@ -25,7 +25,8 @@ class ForwardBatch:
     at position 0. None without trees: it is the one before in position.
     longest: the largest of rope_lengths, known on the host.
     source_rows int64 [T]: of a token that the step before draws, its row there; token_ids has 0 in its place. -1 for all others, None
-    without any. copies int64 [n, 2] each: the plan's block copies (source, target), in groups that are made one after the other.
+    without any. copies int64 [n, 2] each: the plan's block copies (source, target), in groups that are made one after the other;
+    pairs: the same on the host, in their order.
     """
 
     token_ids: torch.Tensor
@@ -36,6 +37,7 @@ class ForwardBatch:
     slots_before: torch.Tensor | None = None
     source_rows: torch.Tensor | None = None
     copies: list[torch.Tensor] = field(default_factory=list)
+    pairs: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -116,7 +118,7 @@ def put_there(laid: Laid, device: str) -> ForwardBatch:
     arrays = {**laid.arrays, "copies": np.asarray(laid.copies, np.int64)} if laid.copies else laid.arrays
     there = dict(zip(arrays, stage(list(arrays.values()), device), strict=True))
     batch = batch_of(there, laid.max_query_len, laid.max_context_len, laid.longest)
-    batch.copies = copy_groups(laid.copies, there.get("copies"))
+    batch.copies, batch.pairs = copy_groups(laid.copies, there.get("copies")), laid.copies
     return batch
 
 

@@ -93,7 +93,7 @@ class ModelRunner:
         if laid.copies:
             self._copy_blocks(copy_groups(laid.copies, *stage([np.asarray(laid.copies, np.int64)], self.device)))
         if self.drafter is not None:
-            self.drafter.count_step()
+            self.drafter.count_step(laid.copies)
         return self.graphs.run(bucket, laid)
 
     @torch.inference_mode()
@@ -101,7 +101,7 @@ class ModelRunner:
         """Copy blocks and run the model over the batch: logits [rows, V], None when no token is drawn. Reads nothing of the plan."""
         self._copy_blocks(batch.copies)
         if self.drafter is not None:
-            self.drafter.count_step()
+            self.drafter.count_step(batch.pairs)
         return self._computed(batch)
 
     def _computed(self, batch: ForwardBatch) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,14 @@ class DraftModel:
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for k_cache, v_cache in self._steps.caches:
             self.model.kernels.copy_blocks(k_cache, v_cache, source, target)
-        self._ledger.copy_blocks(source.cpu().numpy(), target.cpu().numpy())
 
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Nothing: the nodes of a target's tree were never computed here."""
 
-    def count_step(self) -> None:
+    def count_step(self, copies: Rows[tuple[int, int]]) -> None:
         self._steps_without += 1
+        for source, target in copies:
+            self._ledger.copy_block(source, target)
 
     def why_not_recorded(self) -> str | None:
         """Nothing: it has no part in steps that decode and verify."""

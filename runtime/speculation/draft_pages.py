@@ -44,8 +44,8 @@ class SlotLedger:
             digest = chain(digest, token)
             self._digests[blocks[position // self.block_size], position % self.block_size] = digest
 
-    def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Whole blocks int64 [n]."""
+    def copy_block(self, source: int, target: int) -> None:
+        """A whole block."""
         self._digests[target] = self._digests[source]
 
     def valid_len(self, seq: Sequence) -> int:

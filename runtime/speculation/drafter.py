@@ -11,6 +11,7 @@ learns from what came of them. None of them can change a text: that is the verif
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dspark.runtime.scheduling.sequence import Sequence
@@ -38,8 +39,9 @@ class Drafter(Protocol):
     def allocate(self, num_blocks: int) -> None:
         """Make its layers' caches, once, for the pool's number of blocks."""
 
-    def count_step(self) -> None:
-        """A step is about to be computed: what the host has to note of it. Before `absorb`, and at steps that are replayed too."""
+    def count_step(self, copies: Rows[tuple[int, int]]) -> None:
+        """A step is about to be computed: what the host has to note of it. Before `absorb`, and at steps that are replayed too. copies: its
+        block copies (source, target), which `copy_blocks` makes on the device."""
 
     def absorb(self, batch: ForwardBatch, rotations: Rotations, features: torch.Tensor | None) -> None:
         """Take note of the tokens that the target has just computed, drafts among them. features [T, len(taps) * H], tap after tap.

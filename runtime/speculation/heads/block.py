@@ -7,6 +7,7 @@ the newest token (the anchor) and mask tokens; each sees the whole context and a
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ class BlockDrafter:
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self._pages.copy_slots(source, target)
 
-    def count_step(self) -> None:
+    def count_step(self, copies: Rows[tuple[int, int]]) -> None:
         """Nothing: what it has of a step lies in its layers."""
 
     def why_not_recorded(self) -> str | None:

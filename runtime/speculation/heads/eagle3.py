@@ -11,6 +11,7 @@ sequence's first block, which has the row's own pair in slot 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +127,7 @@ class EagleDrafter:
         features = self._features.flatten(0, 1)
         features[target] = features[source]
 
-    def count_step(self) -> None:
+    def count_step(self, copies: Rows[tuple[int, int]]) -> None:
         """Nothing: what it has of a step lies in its layers."""
 
     def why_not_recorded(self) -> str | None:

@@ -123,10 +123,9 @@ def test_a_long_run_keeps_a_bounded_timeline_with_the_right_sums() -> None:
 
 
 def test_a_ledger_copies_with_its_blocks() -> None:
-    import numpy as np
 
     ledger = SlotLedger(4, 4)
     ledger.write([0, 1], 0, [5, 6, 7, 8, 9])
-    ledger.copy_blocks(np.array([1]), np.array([3]))
+    ledger.copy_block(1, 3)
     seq = SimpleNamespace(table=SimpleNamespace(blocks=[0, 3]), drafter_len=0, num_computed=5, token_ids=[5, 6, 7, 8, 9, 1])
     assert ledger.valid_len(seq) == 5  # type: ignore[arg-type]
