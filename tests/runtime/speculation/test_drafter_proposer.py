@@ -123,7 +123,6 @@ def test_a_long_run_keeps_a_bounded_timeline_with_the_right_sums() -> None:
 
 
 def test_a_ledger_copies_with_its_blocks() -> None:
-
     ledger = SlotLedger(4, 4)
     ledger.write([0, 1], 0, [5, 6, 7, 8, 9])
     ledger.copy_block(1, 3)
