@@ -46,8 +46,9 @@ def product_floats(
     """As `panels._product_dots`, of dense weights only."""
     source, out = matrix(_BF16, x_at, num_rows, inputs), matrix(_BF16, out_at, num_rows, outputs)
     row_bytes, panel_bytes, steps = 4 * row_inputs, 32 * row_inputs, row_inputs // INPUT_STEP
-    x, room = _room(num_rows * row_bytes), _room(num_workers * _SUMS_BYTES)
-    rows, num_blocks = x.view(np.float32).reshape(num_rows, row_inputs), -(-outputs // BLOCK_OUTPUTS)
+    x, room = _room((num_rows + 1) * row_bytes), _room(num_workers * _SUMS_BYTES)
+    rows, num_blocks = x.view(np.float32).reshape(num_rows + 1, row_inputs), -(-outputs // BLOCK_OUTPUTS)
+    rows[num_rows] = np.float32(0.0)
     for row in prange(num_rows):
         _widen_row(source[row], rows[row])
     for worker in prange(num_workers):
@@ -90,8 +91,9 @@ def product_codes(x_at, num_rows, inputs, out_at, outputs, num_workers, bits, co
     source, out = matrix(_BF16, x_at, num_rows, inputs), matrix(_BF16, out_at, num_rows, outputs)
     row_inputs = -(-inputs // INPUT_STEP) * INPUT_STEP
     row_bytes, num_blocks, none = 4 * row_inputs, -(-outputs // BLOCK_OUTPUTS), np.empty(0, np.float32)
-    x, rows_of_sums = _room(num_rows * row_bytes), num_rows * ROW_OF_SUMS
-    rows = x.view(np.float32).reshape(num_rows, row_inputs)
+    x, rows_of_sums = _room((num_rows + 1) * row_bytes), (num_rows + 1) * ROW_OF_SUMS
+    rows = x.view(np.float32).reshape(num_rows + 1, row_inputs)
+    rows[num_rows] = np.float32(0.0)
     for row in prange(num_rows):
         _widen_row(source[row], rows[row])
     for worker in prange(num_workers):
