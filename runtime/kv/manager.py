@@ -105,16 +105,20 @@ class KVCacheManager:
             child.table.node, child.table.num_registered = parent.table.node, full
 
     def extend(self, seq: HoldsBlocks, num_computed: int, num_total: int) -> bool:
-        """Make the positions num_computed .. num_total - 1 writable: add blocks, and copy those that others hold too.
+        """Make the positions num_computed .. num_total - 1 writable: add blocks, and copy those that others hold too. A block that holds
+        what others may find, and that nobody else holds any more, is found no longer: a sibling filled it, this one has a part of it.
 
         False (and nothing is changed) when the pool has too few blocks.
         """
         blocks = seq.table.blocks
         num_new = self.blocks_for(num_total) - len(blocks)
-        first_written = num_computed // self.block_size
-        shared = [i for i in range(first_written, min(len(blocks), self.blocks_for(num_total))) if self.allocator.ref_count(blocks[i]) > 1]
+        written = range(num_computed // self.block_size, min(len(blocks), self.blocks_for(num_total)))
+        shared = [i for i in written if self.allocator.ref_count(blocks[i]) > 1]
         if max(num_new, 0) + len(shared) > self.allocator.num_available:
             return False
+        for i in written:
+            if self.allocator.ref_count(blocks[i]) == 1 and blocks[i] in self.index:
+                self.index.forget(blocks[i])
         for i in shared:
             copy = self._allocate()
             self._copies.append((blocks[i], copy))

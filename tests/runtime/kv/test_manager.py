@@ -64,6 +64,18 @@ def test_a_forked_block_is_copied_by_whoever_writes_first() -> None:
     kv.check_integrity([parent, child])
 
 
+def test_a_block_that_a_fork_writes_into_is_no_longer_found() -> None:
+    """The sibling that filled it, and entered it in the index, has ended: its last holder writes other tokens there without a copy."""
+    kv = KVCacheManager(8, 4)
+    parent, child = computed(kv, [1, 2, 3, 9, 5]), Holder([1, 0, 0])
+    kv.fork(parent, child, 1)
+    kv.release(parent)
+    assert kv.num_cached_blocks(Holder([1, 2, 3, 9, 5]), 4)[0] == 1, "till then it is"
+    assert kv.extend(child, 1, 3) and not kv.take_copies()
+    assert kv.num_cached_blocks(Holder([1, 2, 3, 9, 5]), 4)[0] == 0
+    kv.check_integrity([child])
+
+
 def test_a_copy_that_finds_no_room_is_refused() -> None:
     """The copy counts as a new block."""
     kv = KVCacheManager(2, 4)
