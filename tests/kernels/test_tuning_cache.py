@@ -3,6 +3,7 @@
 import json
 import logging
 import multiprocessing
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,11 @@ def test_the_place_follows_the_users_directories(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_directory() == tmp_path / "home" / ".cache" / "dspark" / "tiles"
+
+
+def test_a_machine_that_lacks_a_package_has_its_table_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU machines that reach no registry run with what is there (`make gpu-check`): no engine may fail for the place of a cache."""
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    book = known_tiles(CARDS["h100"])
+    assert book.shipped is not None and book.cache is None and book.problem == "there is no tile cache: platformdirs is not installed"
+    assert keep(book, {"a": PRODUCT}) == "there is no cache file"

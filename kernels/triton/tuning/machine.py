@@ -18,10 +18,16 @@ logger = logging.getLogger("dspark")
 def known_tiles(limits: DeviceLimits | None = None, directory: Path | None = None) -> TileBook:
     """What was measured of a GPU (default: of this one) in earlier runs, and what is shipped for its kind.
 
-    A cache that cannot be read is said in one line of warning, and changes nothing else.
+    A cache that cannot be read, or whose place is not known (a GPU machine where not all that dspark needs could be installed), is said in
+    one line of warning, and changes nothing else.
     """
     limits = this_gpu() if limits is None else limits
-    cache = TileCache.of(limits, directory)
+    try:
+        cache = TileCache.of(limits, directory)
+    except ModuleNotFoundError as error:
+        problem = f"there is no tile cache: {error.name} is not installed"
+        logger.warning(problem)
+        return TileBook(limits, table_for(limits), problem=problem)
     entries, problem = cache.load()
     if problem is not None:
         logger.warning(problem)
