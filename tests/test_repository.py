@@ -14,7 +14,7 @@ FILES = repository_files()
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".jsonl", ".json", ".yml", ".yaml", ".cfg", ""}
 MACHINE = {
     "a home directory": r"(?<![\w.])/(home|Users)/[a-z]|(?<![\w.])/root\b",
-    "a working directory": r"(?<![\w.])/work/|(?<![\w.])/mnt/|(?<![\w.])/workspace\b",
+    "a working directory": r"(?<![\w.])/(work|mnt)/|(?<![\w.])/workspace\b",
     "an installed place": r"(?<![\w.])/opt/|\.pyenv",
     "a package index": r"pypi\.org|pythonhosted|download\.pytorch\.org|--(extra-)?index-url|--find-links|\bsimple/",
     "a private address": r"\b(10\.\d+|192\.168|172\.(1[6-9]|2\d|3[01]))\.\d+\.\d+\b",

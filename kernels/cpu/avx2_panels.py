@@ -12,7 +12,7 @@ from dspark.kernels.cpu.avx2_blocks import FLOAT_ROWS, INTEGER_ROWS, float_bf16,
 from dspark.kernels.cpu.bf16_rows import finish_sums
 from dspark.kernels.cpu.blocks import BLOCK_OUTPUTS, NOTHING_AHEAD, ROW_OF_SUMS, STEP_BYTES
 from dspark.kernels.cpu.int8_rows import finish_rows, quantize_row
-from dspark.kernels.cpu.llvm import LINE_BYTES, address
+from dspark.kernels.cpu.llvm import aligned_bytes
 from dspark.kernels.cpu.simd import LANES, widen
 from dspark.kernels.cpu.views import matrix
 
@@ -21,13 +21,6 @@ PIECE_INPUTS = 256
 """Inputs of a block of codes that are widened before they are multiplied: 16 KB, beside rows in a cache of 32."""
 _BF16 = np.uint16(0)
 _SUMS_BYTES = FLOAT_ROWS * ROW_OF_SUMS
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _room(num_bytes):
-    """Uninitialised bytes that begin on a cache line."""
-    room = np.empty(num_bytes + LINE_BYTES, np.uint8)
-    return room[-address(room) % LINE_BYTES :][:num_bytes]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -46,7 +39,7 @@ def product_floats(
     """As `panels._product_dots`, of dense weights only."""
     source, out = matrix(_BF16, x_at, num_rows, inputs), matrix(_BF16, out_at, num_rows, outputs)
     row_bytes, panel_bytes, steps = 4 * row_inputs, 32 * row_inputs, row_inputs // INPUT_STEP
-    x, room = _room((num_rows + 1) * row_bytes), _room(num_workers * _SUMS_BYTES)
+    x, room = aligned_bytes((num_rows + 1) * row_bytes), aligned_bytes(num_workers * _SUMS_BYTES)
     rows, num_blocks = x.view(np.float32).reshape(num_rows + 1, row_inputs), -(-outputs // BLOCK_OUTPUTS)
     rows[num_rows] = np.float32(0.0)
     for row in prange(num_rows):
@@ -91,13 +84,13 @@ def product_codes(x_at, num_rows, inputs, out_at, outputs, num_workers, bits, co
     source, out = matrix(_BF16, x_at, num_rows, inputs), matrix(_BF16, out_at, num_rows, outputs)
     row_inputs = -(-inputs // INPUT_STEP) * INPUT_STEP
     row_bytes, num_blocks, none = 4 * row_inputs, -(-outputs // BLOCK_OUTPUTS), np.empty(0, np.float32)
-    x, rows_of_sums = _room((num_rows + 1) * row_bytes), (num_rows + 1) * ROW_OF_SUMS
+    x, rows_of_sums = aligned_bytes((num_rows + 1) * row_bytes), (num_rows + 1) * ROW_OF_SUMS
     rows = x.view(np.float32).reshape(num_rows + 1, row_inputs)
     rows[num_rows] = np.float32(0.0)
     for row in prange(num_rows):
         _widen_row(source[row], rows[row])
     for worker in prange(num_workers):
-        room = _room(rows_of_sums + 2 * PIECE_INPUTS * BLOCK_OUTPUTS)
+        room = aligned_bytes(rows_of_sums + 2 * PIECE_INPUTS * BLOCK_OUTPUTS)
         sums, piece = room[:rows_of_sums].view(np.float32), room[rows_of_sums:]
         for block in range(worker * num_blocks // num_workers, (worker + 1) * num_blocks // num_workers):
             for start in range(0, row_inputs, PIECE_INPUTS):
@@ -126,7 +119,7 @@ def product_pairs(
     """As `int8._product_vnni`; corrections are empty."""
     source, out = matrix(kind, x_at, num_rows, inputs), matrix(kind, out_at, num_rows, outputs)
     num_blocks, steps, panel_bytes = scales.shape[0] // BLOCK_OUTPUTS, row_bytes // STEP_BYTES, 16 * row_bytes
-    x, room = _room(2 * num_rows * row_bytes), _room(num_workers * _SUMS_BYTES)
+    x, room = aligned_bytes(2 * num_rows * row_bytes), aligned_bytes(num_workers * _SUMS_BYTES)
     rows, row_scales = x.view(np.int16).reshape(num_rows, row_bytes), np.empty(num_rows, np.float32)
     codes = np.zeros((num_rows, row_bytes), np.uint8)
     for row in prange(num_rows):

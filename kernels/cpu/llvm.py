@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from llvmlite import binding, ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -130,3 +131,10 @@ def address(typingctx, array):
         return builder.ptrtoint(element_pointer(context, builder, sig.args[0], args[0], I64(0)), I64)
 
     return types.int64(array), codegen
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def aligned_bytes(num_bytes):
+    """Uninitialised bytes that begin on a cache line: a tile that does not takes twice as long to load."""
+    room = np.empty(num_bytes + LINE_BYTES, np.uint8)
+    return room[-address(room) % LINE_BYTES :][:num_bytes]

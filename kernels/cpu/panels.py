@@ -35,7 +35,7 @@ from dspark.kernels.cpu.blocks import (
     release_tiles,
     tile_shapes,
 )
-from dspark.kernels.cpu.llvm import LINE_BYTES, address
+from dspark.kernels.cpu.llvm import aligned_bytes
 from dspark.kernels.cpu.pages import moved_to_large_pages
 from dspark.kernels.cpu.rows import empty_rows
 from dspark.kernels.cpu.views import matrix, vector
@@ -62,13 +62,6 @@ INPUT_STEP = STEP_BYTES // 2
 _LINE_OF_4, _LINE_OF_8 = INPUTS_OF_LINE[4], INPUTS_OF_LINE[8]
 _BF16 = np.uint16(0)
 _BYTE = np.uint8(0)
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _aligned(num_bytes):
-    """Uninitialised bytes that begin on a cache line: a tile that does not takes twice as long to load."""
-    room = np.empty(num_bytes + LINE_BYTES, np.uint8)
-    return room[-address(room) % LINE_BYTES :][:num_bytes]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -109,7 +102,7 @@ def _laid_out(x_at, num_rows, inputs, row_bytes, rows_of_tile):
     """The rows of x, row_bytes apart, with room up to whole tiles: in place where they are so, else copied."""
     if 2 * inputs == row_bytes and num_rows % rows_of_tile == 0:
         return vector(_BYTE, x_at, num_rows * row_bytes)
-    x = _aligned(-(-num_rows // rows_of_tile) * rows_of_tile * row_bytes)
+    x = aligned_bytes(-(-num_rows // rows_of_tile) * rows_of_tile * row_bytes)
     copy_rows(matrix(_BF16, x_at, num_rows, inputs), row_bytes, x)
     return x
 
@@ -173,7 +166,7 @@ def _product_amx(
     out, row_bytes = matrix(_BF16, out_at, num_rows, outputs), 2 * row_inputs
     x = _laid_out(x_at, num_rows, inputs, row_bytes, 16)
     room_bytes = _room_bytes(num_rows)
-    room = _aligned(num_workers * room_bytes)
+    room = aligned_bytes(num_workers * room_bytes)
     for worker in prange(num_workers):
         configure_tiles(shapes)
         _amx_share(
@@ -191,7 +184,7 @@ def _product_dots(
     out, row_bytes = matrix(_BF16, out_at, num_rows, outputs), 2 * row_inputs
     x = _laid_out(x_at, num_rows, inputs, row_bytes, 1)
     room_bytes = _room_bytes(num_rows)
-    room = _aligned(num_workers * room_bytes)
+    room = aligned_bytes(num_workers * room_bytes)
     for worker in prange(num_workers):
         _dot_share(
             worker, num_workers, x, row_bytes, bits, weight, row_inputs, group, scales, shifts, out_scales, bias,

@@ -66,13 +66,10 @@ def lay_out(plan: SchedulerOutput, block_size: int) -> Laid:
     query_start = np.zeros(len(items) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     context_lens = computed + counts
-    max_blocks = int(-(-context_lens.max() // block_size))
-    tables = np.zeros((len(items), max_blocks), np.int32)
+    tables = block_tables([item.seq.table.blocks for item in items], context_lens, block_size)
     token_ids = np.empty(int(query_start[-1]), np.int64)
     for i, item in enumerate(items):
         seq = item.seq
-        used = -(-int(context_lens[i]) // block_size)
-        tables[i, :used] = seq.table.blocks[:used]
         start = item.start
         if item.source_row >= 0:
             token_ids[query_start[i]] = 0
@@ -111,6 +108,15 @@ def lay_out(plan: SchedulerOutput, block_size: int) -> Laid:
     if (sources >= 0).any():
         arrays["source_rows"] = sources[owner]
     return Laid(arrays, plan.copies, int(counts.max()), int(context_lens.max()), int(rope_lengths.max()))
+
+
+def block_tables(blocks: list[list[int]], lens: np.ndarray, block_size: int) -> np.ndarray:
+    """int32 [S, max_blocks]: each sequence's blocks of its first lens int64 [S] tokens, 0 behind them."""
+    used = -(-lens // block_size)
+    tables = np.zeros((len(blocks), int(used.max())), np.int32)
+    for i, own in enumerate(blocks):
+        tables[i, : used[i]] = own[: used[i]]
+    return tables
 
 
 def put_there(laid: Laid, device: str) -> ForwardBatch:

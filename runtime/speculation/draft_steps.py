@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dspark.kernels.staging import stage
-from dspark.runtime.execution.forward_batch import ForwardBatch, Laid, batch_of
+from dspark.runtime.execution.forward_batch import ForwardBatch, Laid, batch_of, block_tables
 from dspark.runtime.execution.graphs import Bucket, Record, StepGraphs, waits_for_host
 from dspark.runtime.layers.rope import RotaryTables
 from dspark.runtime.models.decoder import Decoder, KVCaches
@@ -134,15 +134,6 @@ def lay_out_ahead(sequences: list[Sequence], widths: list[int], block_size: int)
         tokens = np.zeros(width, np.int64)
         laids.append(_laid(tokens, owner, query_start, tables[:width, :used], owner, positions, rope_lens[:width], block_size))
     return laids
-
-
-def block_tables(blocks: list[list[int]], lens: np.ndarray, block_size: int) -> np.ndarray:
-    """int32 [S, max_blocks]: each sequence's blocks of its first lens int64 [S] tokens, 0 behind them."""
-    used = -(-lens // block_size)
-    tables = np.zeros((len(blocks), int(used.max())), np.int32)
-    for i, own in enumerate(blocks):
-        tables[i, : used[i]] = own[: used[i]]
-    return tables
 
 
 def _laid(
