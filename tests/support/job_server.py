@@ -105,6 +105,8 @@ def run_child(order: dict[str, Any]) -> int:
 
     from dspark.runtime.jobs.job import Loaders
 
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # tests may run where a shell has some ignored, which jobs respect
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.chdir(order["cwd"])
     os.environ["XDG_STATE_HOME"] = order["cwd"]  # where the log of a bug goes
     for fd, name in ((1, "stdout.txt"), (2, "stderr.txt")):

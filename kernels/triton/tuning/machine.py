@@ -25,9 +25,9 @@ def known_tiles(limits: DeviceLimits | None = None, directory: Path | None = Non
     try:
         cache = TileCache.of(limits, directory)
     except ModuleNotFoundError as error:
-        problem = f"there is no tile cache: {error.name} is not installed"
-        logger.warning(problem)
-        return TileBook(limits, table_for(limits), problem=problem)
+        missing = f"there is no tile cache: {error.name} is not installed"
+        logger.warning(missing)
+        return TileBook(limits, table_for(limits), problem=missing)
     entries, problem = cache.load()
     if problem is not None:
         logger.warning(problem)

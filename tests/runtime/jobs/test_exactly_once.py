@@ -131,7 +131,7 @@ def test_sigterm_keeps_the_running_steps_results_and_continues(server: JobServer
 
 def test_a_stopped_run_says_how_to_go_on(server: JobServer, tmp_path: Path) -> None:
     write_input(tmp_path)
-    running = server.start(tmp_path, *[flag for flag in FLAGS if flag != "--quiet"], delay_ms=400)  # not over before it is stopped
+    running = server.start(tmp_path, *[flag for flag in FLAGS if flag != "--quiet"], delay_ms=100)  # not over before it is stopped
     journal = tmp_path / "out.jsonl.journal" / "results.jsonl"
     while not journal.exists() or not journal.stat().st_size:
         time.sleep(0.01)
