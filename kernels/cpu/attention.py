@@ -18,8 +18,10 @@ import torch
 from numba import get_num_threads, njit, prange
 
 from dspark.kernels.batch import AttentionBatch
+from dspark.kernels.cpu.attention_blocks import add_values, scores_16_keys, softmax
+from dspark.kernels.cpu.llvm import address
 from dspark.kernels.cpu.rows import empty_rows
-from dspark.kernels.cpu.simd import add_values, exp_approx, prefetch, scores_16_keys, store, widen
+from dspark.kernels.cpu.simd import exp_approx, store, widen
 from dspark.kernels.cpu.views import CACHE_KINDS, KINDS, at, vector
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.kv_cache import KVScales
@@ -30,6 +32,8 @@ SERIAL_SCORES = 8192
 """Up to so many scores (about 15 microseconds of work) attention runs on the calling thread."""
 BLOCKS_AHEAD = 4
 """Key blocks asked for before they are read: the pages of a sequence lie anywhere in memory, so the machine cannot guess the next one."""
+BYTES_KEPT = 1 << 15
+"""Bytes of keys of the next task that are asked for while this one adds up its values."""
 
 
 NO_NUMBERS = np.empty(0, np.float32)
@@ -45,25 +49,6 @@ def supports(op: str, facts: KernelFacts) -> str | None:
     if facts.block_size % 16:
         return f"needs a block size that 16 divides, it is {facts.block_size}"
     return None
-
-
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nnan", "nsz"})
-def _softmax(row, begin, end):
-    """Softmax of row[begin:end] in place; the rest of the row becomes 0."""
-    seen = row[begin:end]
-    top = np.float32(-np.inf)
-    for i in range(seen.shape[0]):
-        top = max(top, seen[i])
-    for i in range(seen.shape[0]):
-        seen[i] = exp_approx(seen[i] - top)
-    total = np.float32(0.0)
-    for i in range(seen.shape[0]):
-        total += seen[i]
-    inverse = np.float32(1.0) / total
-    for i in range(seen.shape[0]):
-        seen[i] *= inverse
-    row[:begin] = np.float32(0.0)
-    row[end:] = np.float32(0.0)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -128,13 +113,11 @@ def _store_rows(acc, tile, row0, group, value_scales, out, target, out_width, he
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _prefetch_first_keys(k_flat, task, query_start, context_lens, tables, block_size, page, block_elements, window):
-    """Ask for the first key blocks of a worker's next task while it still works on this one."""
-    seq, first, kv_head = np.int64(task[0]), np.int64(task[1]), np.int64(task[2])
+def _key_blocks(task, query_start, context_lens, block_size, window):
+    """First and one past the last of the key blocks (indices into the sequence's table) that a task reads first."""
+    seq, first = np.int64(task[0]), np.int64(task[1])
     limit = np.int64(context_lens[seq]) - (np.int64(query_start[seq + 1]) - np.int64(query_start[seq])) + first + 1
-    start = max(limit - window, 0) // block_size if window > 0 else 0
-    for block in range(start, min(start + BLOCKS_AHEAD, -(-limit // block_size))):
-        prefetch(k_flat, np.int64(tables[seq, block]) * page + kv_head * block_elements, block_elements)
+    return max(limit - window, 0) // block_size if window > 0 else 0, -(-limit // block_size)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -173,12 +156,15 @@ def _attend_tasks(
     scores = np.empty(ROW_TILE * scratch_len, np.float32)
     rows_q = np.empty(QUERY_TILE * group * head_dim, np.float32)
     acc = np.empty(ROW_TILE * head_dim, np.float32)
+    keys_at, values_at, item = address(k_flat), address(v_flat), k_flat.itemsize
+    blocks_kept = max(BYTES_KEPT // (block_elements * item), BLOCKS_AHEAD)
+    asked = 0  # one past the last key block of the present task that memory was asked for during the one before
     for t in range(worker, tasks.shape[0], num_workers):
         seq, first, kv_head = np.int64(tasks[t, 0]), np.int64(tasks[t, 1]), np.int64(tasks[t, 2])
         start, context = np.int64(query_start[seq]), np.int64(context_lens[seq])
         num_queries = np.int64(query_start[seq + 1]) - start
         num_rows = (min(first + QUERY_TILE, num_queries) - first) * group
-        column = kv_head * group * head_dim
+        column, head_at = kv_head * group * head_dim, kv_head * block_elements
         blocks = tables[seq]
         channels = slice(kv_head * head_dim, (kv_head + 1) * head_dim)
         _load_queries(q, (start + first) * q_width + column, group, num_rows, q_width, head_dim, scale, k_scales[channels], rows_q)
@@ -189,17 +175,20 @@ def _attend_tasks(
             # the tile's last query sees most, its first query's window begins first
             high = first_limit + (row0 + tile - 1) // group
             first_seen = min(first_limit + row0 // group, nodes_at + 1)  # a tree's first level has the earliest window of its nodes
-            low = max(first_seen - window, 0) // block_size * block_size if window > 0 else 0
-            for position in range(low, high, 16):
-                if position % block_size == 0:
-                    here = position // block_size
-                    if position + BLOCKS_AHEAD * block_size < high:
-                        prefetch(k_flat, np.int64(blocks[here + BLOCKS_AHEAD]) * page + kv_head * block_elements, block_elements)
-                    prefetch(v_flat, np.int64(blocks[here]) * page + kv_head * block_elements, block_elements)
-                offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements + position % block_size
-                scores_16_keys(
-                    tile, rows_q, row0 * head_dim, head_dim, k_flat, offset, block_size, head_dim, scores, position - low, scratch_len
-                )
+            first_block = max(first_seen - window, 0) // block_size if window > 0 else 0
+            low = first_block * block_size
+            for here in range(first_block, -(-high // block_size)):
+                offset = np.int64(blocks[here]) * page + head_at
+                ahead, coming = offset, here + BLOCKS_AHEAD
+                if coming >= asked and coming * block_size < high:
+                    ahead = np.int64(blocks[coming]) * page + head_at
+                target = here * block_size - low
+                for inside in range(0, min(block_size, high - here * block_size), 16):
+                    skipped = inside * head_dim
+                    scores_16_keys(
+                        tile, rows_q, row0 * head_dim, head_dim, k_flat, offset + inside, block_size, head_dim,
+                        scores, target + inside, scratch_len, keys_at + (ahead + skipped) * item, values_at + (offset + skipped) * item,
+                    )  # fmt: skip
             for r in range(tile):
                 limit = first_limit + (row0 + r) // group
                 row = scores[r * scratch_len : r * scratch_len + high - low]
@@ -211,18 +200,25 @@ def _attend_tasks(
                 begin = max(limit - window, 0) if window > 0 else 0
                 if softcap > 0:
                     _cap(row[begin - low : limit - low], softcap)
-                _softmax(row, begin - low, limit - low)
+                softmax(scores, r * scratch_len, high - low, begin - low, limit - low)
                 if is_node:
                     _spread_path(row[nodes_at - low :], visible[token])
             acc[:] = np.float32(0.0)
-            if row0 + ROW_TILE >= num_rows and t + num_workers < tasks.shape[0]:
-                _prefetch_first_keys(
-                    k_flat, tasks[t + num_workers], query_start, context_lens, tables, block_size, page, block_elements, window
-                )
-            for position in range(low, high, block_size):
-                offset = np.int64(blocks[position // block_size]) * page + kv_head * block_elements
-                num_keys = min(block_size, high - position)
-                add_values(tile, scores, position - low, scratch_len, v_flat, offset, head_dim, num_keys, head_dim, acc, 0, head_dim)
+            following, coming, last = tasks[t], np.int64(0), np.int64(0)
+            if row0 + ROW_TILE >= num_rows and t + num_workers < tasks.shape[0]:  # the first keys of the worker's next task
+                following = tasks[t + num_workers]
+                coming, last = _key_blocks(following, query_start, context_lens, block_size, window)
+                last = min(last, coming + blocks_kept)
+            next_blocks, next_head = tables[following[0]], np.int64(following[2]) * block_elements
+            for here in range(first_block, -(-high // block_size)):
+                offset, target = np.int64(blocks[here]) * page + head_at, here * block_size - low
+                num_keys = min(block_size, high - here * block_size)
+                ahead = values_at + offset * item
+                if coming < last and num_keys == block_size:
+                    ahead = keys_at + (np.int64(next_blocks[coming]) * page + next_head) * item
+                    coming += 1
+                add_values(tile, scores, target, scratch_len, v_flat, offset, head_dim, num_keys, head_dim, acc, 0, head_dim, ahead)
+            asked = coming
             _store_rows(acc, tile, row0, group, v_scales[channels], out, (start + first) * out_width + column, out_width, head_dim)
 
 

@@ -90,9 +90,10 @@ def rounded_bf16(builder, value):
     return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), constant(WORDS, 0x7FC0), rounded), HALVES)
 
 
-def prefetch_line(builder, pointer, offset):
-    """Ask for the cache line at pointer + offset bytes; an address past the end does no harm."""
-    call(builder, "llvm.prefetch.p0i8", [builder.gep(pointer, [offset]), I32(0), I32(3), I32(1)])
+def prefetch_line(builder, pointer, offset, level=1):
+    """Ask for the cache line at pointer + offset bytes; an address past the end does no harm. level: of the cache it shall come into; the
+    second has several times as many lines on their way as the first."""
+    call(builder, "llvm.prefetch.p0i8", [builder.gep(pointer, [offset]), I32(0), I32(4 - level), I32(1)])
 
 
 class Loop:
