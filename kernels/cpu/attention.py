@@ -204,7 +204,7 @@ def _attend_tasks(
                 if is_node:
                     _spread_path(row[nodes_at - low :], visible[token])
             acc[:] = np.float32(0.0)
-            following, coming, last = tasks[t], np.int64(0), np.int64(0)
+            following, coming, last = tasks[t], 0, 0
             if row0 + ROW_TILE >= num_rows and t + num_workers < tasks.shape[0]:  # the first keys of the worker's next task
                 following = tasks[t + num_workers]
                 coming, last = _key_blocks(following, query_start, context_lens, block_size, window)

@@ -176,26 +176,3 @@ def broadcast(builder, scalar):
 def multiply_add(builder, a, b, c):
     """a * b + c, fused where the machine can."""
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
-
-
-@intrinsic
-def _prefetch_line(typingctx, array, offset):
-    """Ask for the cache line of array[offset]; an address past the end does no harm."""
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.bitcast(element_pointer(context, builder, sig.args[0], *args), ir.IntType(8).as_pointer())
-        function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), I32, I32, I32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
-        builder.call(function, [pointer, I32(0), I32(3), I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), codegen
-
-
-@njit
-def prefetch(array, offset, num_elements):
-    """Ask for num_elements elements from offset on, 64 bytes (a line) at a time: the pages of a sequence lie anywhere in memory, so the
-    machine cannot guess the next one."""
-    per_line = 64 // array.itemsize
-    for i in range(0, num_elements, per_line):
-        _prefetch_line(array, offset + i)
