@@ -202,7 +202,7 @@ def _dot_intrinsic(product: Product, num_rows: int, lines: int):
                 for j, panel in enumerate(panels):
                     new.append(call(builder, product.dot_instruction, [loop.values[2 * r + j], spread, panel], product.sums))
             for start in starts[: 2 * lines]:
-                prefetch_line(builder, ahead_base, start)
+                prefetch_line(builder, ahead_base, start, level=2)
             loop.close(new)
             for place, total in zip(places, new, strict=True):
                 builder.store(total, place, align=LINE_BYTES)
