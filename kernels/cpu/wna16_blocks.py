@@ -94,7 +94,7 @@ def _widen_intrinsic(bits: int, shifted: bool, scaled: bool):
             scale, shift = by_halves(4, scales_v) if scaled else [], by_halves(5, shifts_v) if shifted else []
             loop = Loop(builder, count)
             at = builder.mul(loop.index, I64(LINE_BYTES))
-            prefetch_line(builder, ahead_base, at)
+            prefetch_line(builder, ahead_base, at, level=2)
             for index, halves in enumerate(floats(builder, base, at, num_pairs)):
                 values = [builder.fsub(half, shift[i]) if shifted else half for i, half in enumerate(halves)]
                 values = [builder.fmul(value, scale[i]) if scaled else value for i, value in enumerate(values)]
@@ -136,7 +136,7 @@ def _nibble_dots_intrinsic(num_rows: int, shifted: bool):
             for j in range(2):
                 place = builder.add(at, builder.mul(panel_b, I64(j)))
                 raw = load(builder, builder.gep(base, [place]), PAIRS)
-                prefetch_line(builder, ahead_base, place)
+                prefetch_line(builder, ahead_base, place, level=2)
                 for index in range(4):
                     pair = builder.bitcast(_pair(builder, raw, index), BF16.operand)
                     for r in range(num_rows):
