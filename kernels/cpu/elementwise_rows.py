@@ -10,89 +10,62 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from dspark.kernels.cpu.llvm import BFLOATS, HALVES, ROUNDS_BF16, WORDS, Loop, constant, rounded_bf16
-from dspark.kernels.cpu.simd import I16, I32, I64, LANES, VECTOR, broadcast, element_pointer, load_vector, multiply_add, store, widen
+from dspark.kernels.cpu.llvm import WORDS, Loop, constant
+from dspark.kernels.cpu.row_vectors import Rows, lane_sum, pointers
+from dspark.kernels.cpu.simd import I32, I64, LANES, VECTOR, broadcast, multiply_add, store, widen
 
-SUMS = 4
-"""Vectors that a sum of squares is kept in: one alone would wait for its own last addition at every step."""
-_FINDS_SUBNORMALS = bool(binding.get_host_cpu_features().get("avx512dq"))
-_SUBNORMAL = 1 << 5
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
-_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_POLYNOMIAL = (0.49999993, 0.1666652, 0.041668404, 0.008368899, 0.0013814222)
+"""e**r = 1 + r + r**2 * polynomial(r), to 2**-27 where |r| <= ln(2) / 2: fitted for the smallest relative error there."""
 _ROUNDER = 1.5 * 2.0**23 + 127
 """Added to a small float32 number, it leaves the nearest integer, plus the exponent's bias, in the lowest bits."""
 
 
-def narrow_bf16(builder, value):
-    """16 floats to bfloat16 (as 16-bit integers), to nearest even, as torch rounds: NaN stays NaN, subnormal numbers stay what they are."""
-    if not (ROUNDS_BF16 and _FINDS_SUBNORMALS):
-        return rounded_bf16(builder, value)
-    # the instruction takes subnormal numbers for zeros: where there is one, all 16 go the long way
-    lanes = ir.VectorType(ir.IntType(1), LANES)
-    find = cgutils.get_or_insert_function(builder.module, ir.FunctionType(lanes, [VECTOR, I32]), "llvm.x86.avx512.fpclass.ps.512")
-    found = builder.bitcast(builder.call(find, [value, I32(_SUBNORMAL)]), I16)
-    short = builder.bitcast(builder.fptrunc(value, BFLOATS), HALVES)
-    before = builder.block
-    with builder.if_then(builder.icmp_unsigned("!=", found, I16(0)), likely=False):
-        long, inside = rounded_bf16(builder, value), builder.block
-    result = builder.phi(HALVES)
-    result.add_incoming(short, before)
-    result.add_incoming(long, inside)
-    return result
-
-
-def store_floats(builder, value, pointer, element_type):
-    """16 floats to where float32 or bfloat16 numbers (as uint16) are; gives back what was stored, as floats."""
-    if element_type == types.uint16:
-        halves = narrow_bf16(builder, value)
-        builder.store(halves, builder.bitcast(pointer, HALVES.as_pointer()), align=2)
-        return builder.bitcast(builder.shl(builder.zext(halves, WORDS), constant(WORDS, 16)), VECTOR)
-    builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
-    return value
-
-
-def pointers(context, builder, sig, args, *positions):
-    """Where the arrays among an intrinsic's arguments begin."""
-    return [element_pointer(context, builder, sig.args[i], args[i], I64(0)) for i in positions]
-
-
-def _lane_sum(builder, vector):
-    """The sum of 16 lanes: halves added to each other, so the order is fixed."""
-    count = LANES
-    while count > 1:
-        count //= 2
-        low, high = (
-            builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, count), list(range(first, first + count))))
-            for first in (0, count)
-        )
-        vector = builder.fadd(low, high)
-    return builder.extract_element(vector, I32(0))
-
-
-def _sum_squares(builder, count, square):
-    """The sum over `count` vectors, square(index, sum) -> sum + vector ** 2, in SUMS sums one after the other."""
-    sums = [cgutils.alloca_once_value(builder, constant(VECTOR, 0.0)) for _ in range(SUMS)]
+def sum_squares(builder, rows, num_vectors, read):
+    """The sum of the squares of num_vectors vectors, read(offset, vectors of the piece) -> vectors; in four sums, since one would wait for
+    its own last addition at every step."""
+    sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(4)]
     for place in sums:
         builder.store(constant(VECTOR, 0.0), place)
-    groups, rest = builder.lshr(count, I64(2)), builder.and_(count, I64(SUMS - 1))
-    with builder.if_then(builder.icmp_signed(">", groups, I64(0))):
-        loop = Loop(builder, groups)
-        for j, place in enumerate(sums):
-            index = builder.add(builder.mul(loop.index, I64(SUMS)), I64(j))
-            builder.store(square(index, builder.load(place)), place)
+
+    def add(offset, vectors, places):
+        for value, place in zip(read(offset, vectors), places, strict=False):
+            builder.store(multiply_add(builder, value, value, builder.load(place)), place)
+
+    fours, rest = builder.lshr(num_vectors, I64(2)), builder.and_(num_vectors, I64(3))
+    with builder.if_then(builder.icmp_signed(">", fours, I64(0))):
+        loop = Loop(builder, fours)
+        for j in (0, 2):
+            add(builder.add(builder.mul(loop.index, I64(4 * LANES)), I64(j * LANES)), 2, sums[j:])
         loop.close()
-    with builder.if_then(builder.icmp_signed(">", rest, I64(0))):
-        loop = Loop(builder, rest)
-        index = builder.add(builder.mul(groups, I64(SUMS)), loop.index)
-        builder.store(square(index, builder.load(sums[0])), sums[0])
-        loop.close()
+    done = builder.mul(fours, I64(4 * LANES))
+    rows.over(rest, lambda offset, vectors: add(builder.add(done, offset), vectors, sums))
     first, second, third, fourth = (builder.load(place) for place in sums)
-    return _lane_sum(builder, builder.fadd(builder.fadd(first, second), builder.fadd(third, fourth)))
+    return lane_sum(builder, builder.fadd(builder.fadd(first, second), builder.fadd(third, fourth)))
+
+
+def squares(builder, base, kind, num_vectors):
+    """Sum of the squares of the 16 * num_vectors numbers from base on."""
+    rows = Rows(builder, kind)
+    return sum_squares(builder, rows, num_vectors, lambda offset, vectors: rows.read(base, offset, kind, vectors))
+
+
+def scale_vectors(builder, source, weight, scale, target, kinds, num_vectors):
+    """target = source * scale * weight in the 16 * num_vectors numbers from these pointers on; kinds: of their numbers. target may be
+    source."""
+    rows, factor = Rows(builder, *kinds), broadcast(builder, scale)
+
+    def body(offset, vectors):
+        values, weights = rows.read(source, offset, kinds[0], vectors), rows.read(weight, offset, kinds[1], vectors)
+        scaled = [builder.fmul(builder.fmul(value, factor), other) for value, other in zip(values, weights, strict=True)]
+        rows.write(scaled, target, offset, kinds[2])
+
+    rows.over(num_vectors, body)
 
 
 @intrinsic
@@ -100,13 +73,7 @@ def _squares(typingctx, source, num_vectors):
     """Sum of the squares of the first 16 * num_vectors numbers."""
 
     def codegen(context, builder, sig, args):
-        (base,) = pointers(context, builder, sig, args, 0)
-
-        def square(index, total):
-            value = load_vector(builder, builder.gep(base, [builder.mul(index, I64(LANES))]), sig.args[0].dtype)
-            return multiply_add(builder, value, value, total)
-
-        return _sum_squares(builder, args[1], square)
+        return squares(builder, *pointers(context, builder, sig, args, 0), sig.args[0].dtype, args[1])
 
     return types.float32(source, types.int64), codegen
 
@@ -118,15 +85,15 @@ def _add_squares(typingctx, source, kept, num_vectors):
     def codegen(context, builder, sig, args):
         source_base, kept_base = pointers(context, builder, sig, args, 0, 1)
 
-        def square(index, total):
-            offset = builder.mul(index, I64(LANES))
-            target = builder.gep(kept_base, [offset])
-            added = load_vector(builder, builder.gep(source_base, [offset]), sig.args[0].dtype)
-            value = builder.fadd(load_vector(builder, target, sig.args[1].dtype), added)
-            value = store_floats(builder, value, target, sig.args[1].dtype)
-            return multiply_add(builder, value, value, total)
+        kinds = sig.args[0].dtype, sig.args[1].dtype
+        rows = Rows(builder, *kinds)
 
-        return _sum_squares(builder, args[2], square)
+        def read(offset, vectors):
+            added, values = rows.read(source_base, offset, kinds[0], vectors), rows.read(kept_base, offset, kinds[1], vectors)
+            sums = [builder.fadd(value, other) for value, other in zip(values, added, strict=True)]
+            return rows.write(sums, kept_base, offset, kinds[1])
+
+        return sum_squares(builder, rows, args[2], read)
 
     return types.float32(source, kept, types.int64), codegen
 
@@ -137,20 +104,14 @@ def _scale_vectors(typingctx, source, weight, scale, target, num_vectors):
 
     def codegen(context, builder, sig, args):
         source_base, weight_base, target_base = pointers(context, builder, sig, args, 0, 1, 3)
-        factor = broadcast(builder, args[2])
-        loop = Loop(builder, args[4])
-        offset = builder.mul(loop.index, I64(LANES))
-        value = load_vector(builder, builder.gep(source_base, [offset]), sig.args[0].dtype)
-        weights = load_vector(builder, builder.gep(weight_base, [offset]), sig.args[1].dtype)
-        value = builder.fmul(builder.fmul(value, factor), weights)
-        store_floats(builder, value, builder.gep(target_base, [offset]), sig.args[3].dtype)
-        loop.close()
+        kinds = [sig.args[i].dtype for i in (0, 1, 3)]
+        scale_vectors(builder, source_base, weight_base, args[2], target_base, kinds, args[4])
         return context.get_dummy_value()
 
     return types.void(source, weight, types.float32, target, types.int64), codegen
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 def _finish_norm(source, weight, total, eps, target):
     """target = source * weight / sqrt(total / width + eps)."""
     width = target.shape[0]
@@ -162,7 +123,7 @@ def _finish_norm(source, weight, total, eps, target):
         store(target, i, widen(source[i]) * scale * widen(weight[i]))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 def norm_row(source, weight, eps, target):
     """target = source / rms(source) * weight. All contiguous; target may be source."""
     width = target.shape[0]
@@ -174,7 +135,7 @@ def norm_row(source, weight, eps, target):
     _finish_norm(source, weight, total, eps, target)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 def add_norm_row(source, kept, weight, eps, target):
     """kept += source, rounded; target = kept / rms(kept) * weight. All contiguous."""
     width = target.shape[0]
@@ -194,7 +155,7 @@ def _number(kind, value):
 def _exp_of_negative(builder, x):
     """e**-x of a float32 number or 16 of them, to 2 units in the last place; infinite from x = -88.4 down, about 1e-38 from x = 87.5 up.
 
-    The arithmetic of `simd.exp_approx`, with fewer steps: adding _ROUNDER rounds and moves the exponent to where a shift finds it.
+    Reduced to |r| <= ln(2) / 2 as in `simd.exp_approx`, in fewer steps: adding _ROUNDER rounds, and leaves the exponent for a shift.
     """
     kind = x.type
     low, high = _number(kind, -89.0), _number(kind, 87.5)
@@ -204,10 +165,12 @@ def _exp_of_negative(builder, x):
     n = builder.fsub(moved, _number(kind, _ROUNDER))
     r = multiply_add(builder, n, _number(kind, -_LN2_HIGH), builder.fneg(x))
     r = multiply_add(builder, n, _number(kind, -_LN2_LOW), r)
-    p = _number(kind, _POLYNOMIAL[0])
-    for coefficient in _POLYNOMIAL[1:]:
-        p = multiply_add(builder, p, r, _number(kind, coefficient))
-    p = builder.fadd(multiply_add(builder, builder.fmul(p, r), r, r), _number(kind, 1.0))
+    # by pairs: a chain of additions would be as long as what the processor can look ahead
+    zeroth, first, second, third, fourth = (_number(kind, coefficient) for coefficient in _POLYNOMIAL)
+    square = builder.fmul(r, r)
+    upper = multiply_add(builder, fourth, square, multiply_add(builder, third, r, second))
+    p = multiply_add(builder, upper, square, multiply_add(builder, first, r, zeroth))
+    p = multiply_add(builder, p, square, builder.fadd(r, _number(kind, 1.0)))
     bits, shift = (WORDS, constant(WORDS, 23)) if kind == VECTOR else (I32, I32(23))
     return builder.fmul(p, builder.bitcast(builder.shl(builder.bitcast(moved, bits), shift), kind), flags=("contract",))
 
@@ -233,12 +196,15 @@ def _gated_intrinsics(gated: Callable[..., Any]):
     @intrinsic
     def over_vectors(typingctx, gate, up, target, num_vectors):
         def codegen(context, builder, sig, args):
-            bases = pointers(context, builder, sig, args, 0, 1, 2)
-            loop = Loop(builder, args[3])
-            offset = builder.mul(loop.index, I64(LANES))
-            values = [load_vector(builder, builder.gep(bases[i], [offset]), sig.args[i].dtype) for i in range(2)]
-            store_floats(builder, gated(builder, *values), builder.gep(bases[2], [offset]), sig.args[2].dtype)
-            loop.close()
+            gate_base, up_base, target_base = pointers(context, builder, sig, args, 0, 1, 2)
+            kind = sig.args[2].dtype
+            rows = Rows(builder, kind)
+
+            def body(offset, vectors):
+                gates, ups = (rows.read(base, offset, kind, vectors) for base in (gate_base, up_base))
+                rows.write([gated(builder, *pair) for pair in zip(gates, ups, strict=True)], target_base, offset, kind)
+
+            rows.over(args[3], body)
             return context.get_dummy_value()
 
         return types.void(gate, up, target, types.int64), codegen
@@ -257,6 +223,7 @@ _silu_vectors, _silu_number = _gated_intrinsics(_silu)
 _gelu_vectors, _gelu_number = _gated_intrinsics(_gelu_tanh)
 
 
+# not inlined like the others: a caller's own values leave no registers for the constants, which are then read anew for every vector
 @njit(cache=True, nogil=True, error_model="numpy")
 def silu_row(gate, up, target):
     """target = silu(gate) * up. All contiguous."""

@@ -6,9 +6,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from dspark.kernels.cpu.elementwise_rows import narrow_bf16, norm_row, pointers, store_floats
+from dspark.kernels.cpu.elementwise_rows import scale_vectors, squares
 from dspark.kernels.cpu.llvm import BYTES, HALVES, I8, LINE_BYTES, WORDS, Loop, call, constant, load, prefetch_line
-from dspark.kernels.cpu.simd import I32, I64, LANES, VECTOR, load_vector, multiply_add, store, widen
+from dspark.kernels.cpu.row_vectors import narrow_bf16, pointers, store_floats
+from dspark.kernels.cpu.simd import FLOAT, I32, I64, LANES, VECTOR, load_vector, multiply_add, store, widen
 from dspark.kernels.kv_cache import FP8_LIMIT, INT8_LIMIT
 
 CODES = ir.VectorType(I8, LANES)
@@ -56,6 +57,28 @@ def _narrowed(builder, value, element_type):
     if element_type == types.uint8:
         return _fp8_codes(builder, value)
     return narrow_bf16(builder, value) if element_type == types.uint16 else value
+
+
+@intrinsic
+def _norm_heads(typingctx, row, first, num_heads, head_dim, weight, eps):
+    """What `elementwise_rows.norm_row` does to each of some heads, of head_dim numbers from row[first] on, in place."""
+
+    def codegen(context, builder, sig, args):
+        _, first_v, num_heads_v, dim, _, eps_v = args
+        row_base, weight_base = pointers(context, builder, sig, args, 0, 4)
+        kind, vectors = sig.args[0].dtype, builder.lshr(dim, I64(4))
+        width = builder.sitofp(dim, FLOAT)
+        heads = Loop(builder, num_heads_v)
+        head = builder.gep(row_base, [builder.add(first_v, builder.mul(heads.index, dim))])
+        mean = builder.fdiv(squares(builder, head, kind, vectors), width)
+        root = call(builder, "llvm.sqrt.f32", [builder.fadd(mean, eps_v)], FLOAT)
+        scale = builder.fdiv(ir.Constant(FLOAT, 1.0), root)
+        scale_vectors(builder, head, weight_base, scale, head, (kind, sig.args[4].dtype, kind), vectors)
+        heads.close()
+        return context.get_dummy_value()
+
+    integer = types.int64
+    return types.void(row, integer, integer, integer, weight, types.float32), codegen
 
 
 @intrinsic
@@ -137,7 +160,7 @@ def _expect_store(typingctx, array, offset):
     return types.void(array, types.int64), codegen
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 def expect_token(slot, k_flat, v_flat, shape):
     """Ask for the cache lines that a token is about to be stored in: there is one for every few dimensions of a key, and they are seldom
     near, since the rest of the model came by in between."""
@@ -153,7 +176,7 @@ def expect_token(slot, k_flat, v_flat, shape):
             _expect_store(v_flat, page + (h * block_size + offset) * head_dim + d)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 def _rotate(row, num_heads, head_dim, cos, sin):
     """Half-split rotation in place of the first 2 * len(cos) numbers of each head."""
     half = cos.shape[0]
@@ -167,7 +190,7 @@ def _rotate(row, num_heads, head_dim, cos, sin):
             store(row, first + half, b * cos[i] + a * sin[i])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 def rope_store_row(row, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slot, k_scales, v_scales, shape):
     """One token: norm (when there are norm weights) and rotate q and k in place, store k dimension-major and v in plain order.
 
@@ -176,9 +199,8 @@ def rope_store_row(row, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slot, k_s
     """
     num_heads, num_kv_heads, block_size, head_dim = shape
     if q_norm.shape[0]:
-        for h in range(num_heads + num_kv_heads):
-            head = row[h * head_dim : (h + 1) * head_dim]
-            norm_row(head, q_norm if h < num_heads else k_norm, eps, head)
+        _norm_heads(row, 0, num_heads, head_dim, q_norm, eps)
+        _norm_heads(row, num_heads * head_dim, num_kv_heads, head_dim, k_norm, eps)
     _rotate(row, num_heads + num_kv_heads, head_dim, cos, sin)
     if slot < 0:
         return
