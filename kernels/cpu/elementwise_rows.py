@@ -73,7 +73,8 @@ def _squares(typingctx, source, num_vectors):
     """Sum of the squares of the first 16 * num_vectors numbers."""
 
     def codegen(context, builder, sig, args):
-        return squares(builder, *pointers(context, builder, sig, args, 0), sig.args[0].dtype, args[1])
+        (base,) = pointers(context, builder, sig, args, 0)
+        return squares(builder, base, sig.args[0].dtype, args[1])
 
     return types.float32(source, types.int64), codegen
 

@@ -5,55 +5,88 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from dspark.kernels.cpu.blocks import BLOCK_OUTPUTS
-from dspark.kernels.cpu.llvm import I8, WORDS, Loop, all_lanes, call, constant, load, store_rounded
-from dspark.kernels.cpu.simd import I32, I64, LANES, VECTOR, bits_float, broadcast, element_pointer, float_bits, load_vector, store, widen
+from dspark.kernels.cpu.llvm import HALVES, I8, WORDS, Loop, call, constant, load, store_rounded
+from dspark.kernels.cpu.row_vectors import Rows, pointers
+from dspark.kernels.cpu.simd import FLOAT, I16, I32, I64, LANES, VECTOR, bits_float, broadcast, element_pointer, float_bits, store, widen
 from dspark.kernels.quant_math import INT8_STEPS, SMALLEST_TOKEN
 
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
 
 
-@intrinsic
-def _largest_bits(typingctx, values, start, num_vectors):
-    """The bits of the largest magnitude of values[start:] as uint32; as an integer NaN is above infinity, so it is found too."""
-
-    def codegen(context, builder, sig, args):
-        array, first, count = args
-        base = element_pointer(context, builder, sig.args[0], array, first)
-        loop = Loop(builder, count, [constant(WORDS, 0)])
-        values = load_vector(builder, builder.gep(base, [builder.mul(loop.index, I64(LANES))]), sig.args[0].dtype)
-        bits = builder.and_(builder.bitcast(values, WORDS), constant(WORDS, _MAGNITUDE))
-        largest = builder.select(builder.icmp_unsigned(">", bits, loop.values[0]), bits, loop.values[0])
-        loop.close([largest])
-        return call(builder, "llvm.vector.reduce.umax.v16i32", [largest], I32)
-
-    return types.uint32(values, types.int64, types.int64), codegen
-
-
-@intrinsic
-def _write_codes(typingctx, values, start, num_vectors, inverse, zero_point, codes, target):
-    """codes[target:] = round(values[start:] * inverse), at most 127, plus zero_point."""
-
-    def codegen(context, builder, sig, args):
-        array, first, count, inverse_v, zero_v, codes_v, target_v = args
-        base = element_pointer(context, builder, sig.args[0], array, first)
-        out = element_pointer(context, builder, sig.args[5], codes_v, target_v)
-        factor, shift = broadcast(builder, inverse_v), all_lanes(builder, zero_v)
-        loop = Loop(builder, count)
-        offset = builder.mul(loop.index, I64(LANES))
-        values = load_vector(builder, builder.gep(base, [offset]), sig.args[0].dtype)
-        rounded = call(builder, "llvm.nearbyint.v16f32", [builder.fmul(values, factor)], VECTOR)
-        limit = constant(VECTOR, 127.0)
-        limited = builder.select(builder.fcmp_ordered("<", rounded, limit), rounded, limit)
-        words = builder.add(builder.fptosi(limited, WORDS), shift)
-        row = builder.trunc(words, ir.VectorType(I8, LANES))
-        builder.store(row, builder.bitcast(builder.gep(out, [offset]), row.type.as_pointer()), align=1)
+def _largest(builder, base, vector, rounds):
+    """The largest of the integers in `rounds` vectors from base on, their signs left out, as 32 bits; 0 where there are none."""
+    top = cgutils.alloca_once(builder, vector)
+    builder.store(constant(vector, 0), top)
+    with builder.if_then(builder.icmp_signed(">", rounds, I64(0))):
+        loop = Loop(builder, rounds)
+        values = load(builder, builder.gep(base, [builder.mul(loop.index, I64(vector.count))]), vector)
+        bits = builder.and_(values, constant(vector, (1 << vector.element.width - 1) - 1))
+        before = builder.load(top)
+        builder.store(builder.select(builder.icmp_unsigned(">", bits, before), bits, before), top)
         loop.close()
+    name = f"llvm.vector.reduce.umax.v{vector.count}i{vector.element.width}"
+    return builder.zext(call(builder, name, [builder.load(top)], vector.element), I32)
+
+
+@intrinsic
+def _largest_bits(typingctx, values, num_vectors):
+    """The bits of the largest magnitude of the first 16 * num_vectors numbers, as uint32; as an integer NaN is above infinity, so it is
+    found too."""
+
+    def codegen(context, builder, sig, args):
+        (base,), count = pointers(context, builder, sig, args, 0), args[1]
+        if sig.args[0].dtype != types.uint16:
+            return _largest(builder, base, WORDS, count)
+        # bfloat16 numbers are in the order of their upper halves: no need to widen them
+        pairs = builder.lshr(count, I64(1))
+        first = _largest(builder, base, ir.VectorType(I16, 2 * LANES), pairs)
+        rest = builder.gep(base, [builder.mul(pairs, I64(2 * LANES))])
+        last = _largest(builder, rest, HALVES, builder.and_(count, I64(1)))
+        return builder.shl(builder.select(builder.icmp_unsigned(">", first, last), first, last), I32(16))
+
+    return types.uint32(values, types.int64), codegen
+
+
+@intrinsic
+def _write_codes(typingctx, values, num_vectors, inverse, zero_point, codes):
+    """codes = round(values * inverse), at most 127, plus zero_point, of the first 16 * num_vectors numbers.
+
+    Times inverse they are between -128.4 and 128.4. zero_point is even, so that ties go to even codes with it as without.
+    """
+
+    def codegen(context, builder, sig, args):
+        source, target = pointers(context, builder, sig, args, 0, 4)
+        kind, rows = sig.args[0].dtype, Rows(builder, sig.args[0].dtype)
+        factor, limit = broadcast(builder, args[2]), constant(VECTOR, 127.0)
+        # a number added to it is rounded to an integer, whose last byte is the sum's last byte
+        rounder = broadcast(builder, builder.fadd(builder.sitofp(args[3], FLOAT), ir.Constant(FLOAT, 1.5 * 2.0**23)))
+
+        def put(row, place):
+            builder.store(row, builder.bitcast(place, row.type.as_pointer()), align=1)
+
+        def body(offset, vectors):
+            numbers = rows.read(source, offset, kind, vectors)
+            words = []
+            for number in numbers:
+                scaled = builder.fmul(number, factor)
+                limited = builder.select(builder.fcmp_ordered("<", scaled, limit), scaled, limit)
+                words.append(builder.bitcast(builder.fadd(limited, rounder), WORDS))
+            place = builder.gep(target, [offset])
+            if rows.in_halves and vectors == 2:
+                lower, upper = builder.and_(words[0], constant(WORDS, 0xFF)), builder.shl(words[1], constant(WORDS, 8))
+                put(builder.trunc(builder.or_(lower, upper), HALVES), place)
+                return
+            for j, word in enumerate(words):
+                put(builder.trunc(word, ir.VectorType(I8, LANES)), builder.gep(place, [I64(LANES * j)]))
+
+        rows.over(args[1], body)
         return context.get_dummy_value()
 
-    return types.void(values, types.int64, types.int64, types.float32, types.int32, codes, types.int64), codegen
+    return types.void(values, types.int64, types.float32, types.int32, codes), codegen
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -61,9 +94,8 @@ def quantize_row(x, row, zero_point, codes, row_scales):
     """codes[row] = code + zero_point of x[row], as bytes; row_scales[row] = the step. See `quant_math.quantize_tokens`."""
     width = x.shape[1]
     source, target = x[row], codes[row]
-    flat_x, flat_codes, start = x.reshape(-1), codes.reshape(-1), row * width
     whole = width // LANES
-    top_bits = _largest_bits(flat_x, start, whole) if whole else np.uint32(0)
+    top_bits = _largest_bits(source, whole)
     for i in range(whole * LANES, width):
         top_bits = max(top_bits, float_bits(widen(source[i])) & np.uint32(_MAGNITUDE))
     top = bits_float(top_bits)
@@ -73,8 +105,7 @@ def quantize_row(x, row, zero_point, codes, row_scales):
         return
     row_scales[row] = top / np.float32(INT8_STEPS)
     inverse = np.float32(INT8_STEPS) / top
-    if whole:
-        _write_codes(flat_x, start, whole, inverse, zero_point, flat_codes, row * codes.shape[1])
+    _write_codes(source, whole, inverse, zero_point, target)
     for i in range(whole * LANES, width):
         code = np.int32(min(np.rint(widen(source[i]) * inverse), np.float32(127.0)))
         target[i] = np.uint8(code + zero_point)

@@ -84,12 +84,12 @@ class Rows:
 
     def __init__(self, builder, *kinds) -> None:
         self._builder = builder
-        self._in_halves = all(kind == types.uint16 for kind in kinds)  # else the lanes of one kind would not be those of the other
+        self.in_halves = all(kind == types.uint16 for kind in kinds)  # else the lanes of one kind would not be those of the other
 
     def read(self, base, offset, kind, num_vectors):
         builder = self._builder
         pointer = builder.gep(base, [offset])
-        if num_vectors == 2 and self._in_halves:
+        if num_vectors == 2 and self.in_halves:
             return _widen_pair(builder, load(builder, pointer, WORDS))
         return [load_vector(builder, builder.gep(pointer, [I64(LANES * j)]), kind) for j in range(num_vectors)]
 
@@ -97,7 +97,7 @@ class Rows:
         """Gives back what was stored, as floats."""
         builder = self._builder
         pointer = builder.gep(base, [offset])
-        if len(values) == 2 and self._in_halves:
+        if len(values) == 2 and self.in_halves:
             words = _narrow_pair(builder, *values)
             builder.store(words, builder.bitcast(pointer, WORDS.as_pointer()), align=2)
             return _widen_pair(builder, words)

@@ -6,13 +6,17 @@ import math
 from collections.abc import Iterator
 
 import numba
+import numpy as np
 import pytest
 import torch
 from kernel_cases import rope_store_kv_args
 from tolerances import assert_matches
 
 from dspark.kernels.cpu import elementwise as cpu
+from dspark.kernels.cpu.int8 import _quantize
+from dspark.kernels.cpu.views import as_array
 from dspark.kernels.kv_cache import KVScales, to_codes
+from dspark.kernels.quant_math import quantize_tokens
 from dspark.kernels.reference import elementwise as reference
 
 NAN, INF = float("nan"), float("inf")
@@ -162,6 +166,23 @@ def test_rows_alone_and_together_have_the_same_bits(threads: None, dtype: torch.
         alone += [cpu.silu_and_mul(gate_up[first:last]), cpu.gelu_tanh_and_mul(gate_up[first:last])]
         for one, all_ in zip(alone, together, strict=True):
             assert_same_bits(one, all_[first:last])
+
+
+@pytest.mark.parametrize("zero_point", [0, 128])
+@pytest.mark.parametrize("width", WIDTHS)
+@both
+def test_rows_going_into_a_product_are_quantized_by_the_rule(dtype: torch.dtype, width: int, zero_point: int) -> None:
+    """Ties too, and steps of which the largest number of a row is 127.5: it must become 127 or -128."""
+    x = randn(15, 12, width, dtype=dtype) * 2.0 ** torch.arange(-60, 60, 10)[:, None].to(dtype)
+    x[:3] = torch.randint(-255, 256, (3, width), generator=generator(16)) / 2
+    x[:3, -1] = torch.tensor([127.5, -127.5, 127.5])
+    x[3, 0], x[4, -1], x[5, -1], x[6], x[7] = NAN, INF, -INF, 0.0, 2.0**-101
+    codes, steps = np.zeros((12, width + 5), np.uint8), np.zeros(12, np.float32)
+    _quantize(as_array(x), np.int32(zero_point), codes, steps)
+    want, scales = quantize_tokens(x.float())
+    assert_same_bits(torch.from_numpy(steps), scales[:, 0])
+    assert torch.equal(torch.from_numpy(codes[:, :width]), (want.int() + zero_point).to(torch.uint8))
+    assert not codes[:, width:].any()
 
 
 # ---- rotary embedding and KV store ---------------------------------------------------------------------------------------------
