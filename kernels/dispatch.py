@@ -50,6 +50,7 @@ _MODULES: dict[str, dict[str, str]] = {
     },
     "cpu": {
         **dict.fromkeys(_ELEMENTWISE, "dspark.kernels.cpu.elementwise"),
+        **dict.fromkeys(("copy_blocks", "copy_slots"), "dspark.kernels.cpu.page_copies"),
         "paged_attention": "dspark.kernels.cpu.attention",
         "moe_mlp": "dspark.kernels.cpu.moe",
         "make_dense_linear": "dspark.kernels.cpu.linear",

@@ -18,7 +18,7 @@ from dspark.kernels.cpu.views import CACHE_KINDS, KINDS, at, matrix, vector
 from dspark.kernels.facts import KernelFacts
 from dspark.kernels.kv_cache import KVScales
 
-CACHE_OPS = ("rope_store_kv", "read_kv", "copy_blocks", "copy_slots")
+CACHE_OPS = ("rope_store_kv", "read_kv")
 SERIAL_ELEMENTS = 32768
 """Up to so many elements (5 to 10 microseconds of work) an op runs on the calling thread."""
 
@@ -211,18 +211,3 @@ def read_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Te
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     return k_cache.view(num_blocks, num_kv_heads, head_dim, block_size)[block, :, :, offset], v_cache[block, :, offset]
-
-
-def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """See `kernels.reference.elementwise`: whole blocks, so the order inside does not matter."""
-    k_cache[target] = k_cache[source]
-    v_cache[target] = v_cache[source]
-
-
-def copy_slots(k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """See `kernels.reference.elementwise`; the keys are dimension-major."""
-    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-    blocks, offsets = target // block_size, target % block_size
-    k, v = read_kv(k_cache, v_cache, source)
-    k_cache.view(num_blocks, num_kv_heads, head_dim, block_size)[blocks, :, :, offsets] = k
-    v_cache[blocks, :, offsets] = v
