@@ -1,5 +1,5 @@
-"""Linear layers on CPU: oneDNN with weights re-laid once, own panels where it has no bfloat16, and products computed from the codes for few
-rows.
+"""Linear layers on CPU: own panels, oneDNN with weights re-laid once where the CPU has matrix tiles (AMX) for bfloat16, and products
+computed from the codes for few rows.
 
 Which of the forms of a quantized weight runs is decided by the number of rows, on measured break-evens (docs/benchmarks.md).
 """
@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from dspark.kernels.cpu.avx2_blocks import has_wide_floats
+from dspark.kernels.cpu.blocks import has_bf16_tiles
 from dspark.kernels.cpu.panels import code_panels, dense_panels, dense_product_for, product_for, refuses_codes
 from dspark.kernels.cpu.rows import rounded_rows, with_room
 from dspark.kernels.cpu.wna16 import PanelWeight
@@ -34,9 +35,9 @@ def supports(op: str, facts: KernelFacts) -> str | None:
 def make_dense_linear(weight: torch.Tensor, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
     """x @ weight [N, K].T + bias. bfloat16 weights are re-laid; the caller's tensor may be freed."""
     own = dense_product_for(weight.dtype)
-    if own is not None and (facts.deterministic or not _has_onednn_bf16(weight.dtype)):
+    if own is not None and (facts.deterministic or not _library_is_faster(weight.dtype)):
         return dense_panels(weight, bias, own)
-    return in_fixed_tiles(_library_product(weight, bias)) if facts.deterministic else _library_product(weight, bias)
+    return in_fixed_tiles(library_product(weight, bias)) if facts.deterministic else library_product(weight, bias)
 
 
 def make_wna16_linear(weight: Wna16Weight, bias: torch.Tensor | None, facts: KernelFacts) -> LinearFn:
@@ -92,8 +93,15 @@ def make_fp8_linear(weight: Fp8Weight, bias: torch.Tensor | None, facts: KernelF
     return rounding_inputs(make_dense_linear(weight.dense(facts.dtype), bias, facts), weight, facts)
 
 
-def _library_product(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
+def library_product(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
+    """oneDNN's, or torch's where that has none."""
     return _onednn_product(weight, bias) if _has_onednn_bf16(weight.dtype) else _plain_product(weight, bias)
+
+
+def _library_is_faster(dtype: torch.dtype) -> bool:
+    """With matrix tiles. With dot products alone own panels are ahead at any number of rows, most where the weights come from memory: they
+    ask for the next block while they compute (`benchmarks/products.py --cold`)."""
+    return _has_onednn_bf16(dtype) and has_bf16_tiles()
 
 
 def _has_onednn_bf16(dtype: torch.dtype) -> bool:
