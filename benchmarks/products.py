@@ -3,8 +3,9 @@
     python benchmarks/products.py [--rows 1,2,4,5,8,64,256] [--cold]
 
 bf16: `make_dense_linear` as a run takes it, beside torch's linear in bfloat16 and in float32, and oneDNN's with weights re-laid. w8a8,
-w4a16: as a run takes them, the quantization of inputs included. Operations are 2 * rows * K * N; the least of three timings counts. --cold goes
-through many weights of a shape in turn, more than the caches hold, as the layers of a model do; without it one weight stays in the cache.
+w4a16: as a run takes them, the quantization of inputs included. Operations are 2 * rows * K * N; the least of three timings counts.
+--cold goes through many weights of a shape in turn, more than the caches hold, as the layers of a model do; without it one weight stays
+in the cache.
 """
 
 from __future__ import annotations
