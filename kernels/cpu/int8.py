@@ -142,14 +142,14 @@ class Int8Panels:
     def __init__(self, weight: Int8Weight, bias: torch.Tensor | None, product: Callable[..., None]) -> None:
         outputs, inputs = weight.out_features, weight.in_features
         missing = (0, -inputs % STEP_BYTES, 0, -outputs % BLOCK_OUTPUTS)
-        filled = torch.nn.functional.pad(weight.qweight, missing)
+        filled = torch.nn.functional.pad(weight.qweight, missing) if any(missing) else weight.qweight
         self.out_features, self.in_features = outputs, inputs
         row_bytes = filled.shape[1]
-        panels = filled.view(-1, 16, row_bytes // 4, 4).transpose(1, 2).contiguous()
+        panels = filled.reshape(-1, 16, row_bytes // 4, 4).transpose(1, 2)
         corrections = filled.sum(1, dtype=torch.int32) * -128 if product is _product_vnni else torch.empty(0, dtype=torch.int32)
         self._product = product
         self._constants: tuple[Any, ...] = (
-            moved_to_large_pages(panels.view(-1)).numpy(),
+            moved_to_large_pages(panels).view(-1).numpy(),
             row_bytes,
             corrections.numpy(),
             _filled(weight.scales, missing[3]),

@@ -25,7 +25,7 @@ def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def moved_to_large_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in large pages of a tensor that is worth it, itself otherwise."""
+    """A contiguous copy in large pages of a tensor (any view) that is worth it; otherwise itself, contiguous."""
     if tensor.numel() * tensor.itemsize < LARGE_PAGE:
-        return tensor
+        return tensor.contiguous()
     return in_large_pages(torch.empty_like(tensor, memory_format=torch.contiguous_format)).copy_(tensor)

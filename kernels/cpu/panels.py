@@ -253,7 +253,7 @@ class PanelLinear:
         self.out_features, self.in_features = shape
         self._product = product
         row_inputs = -(-self.in_features // INPUT_STEP) * INPUT_STEP
-        weight, flat_bias = moved_to_large_pages(panels.view(-1).view(torch.uint8)).numpy(), _outputs_filled(bias)
+        weight, flat_bias = moved_to_large_pages(panels).view(-1).view(torch.uint8).numpy(), _outputs_filled(bias)
         groups = _outputs_filled(scales, 2), _outputs_filled(shifts, 2)
         self._constants: tuple[Any, ...] = (
             bits, weight, row_inputs, group, *groups, _outputs_filled(out_scales), flat_bias, tile_shapes()
@@ -284,8 +284,9 @@ def _outputs_filled(values: torch.Tensor | None, ndim: int = 1) -> np.ndarray:
 
 def dense_panels(weight: torch.Tensor, bias: torch.Tensor | None, product: Callable[..., None]) -> PanelLinear:
     """Of a bfloat16 weight [N, K]."""
-    filled = torch.nn.functional.pad(weight, (0, -weight.shape[1] % INPUT_STEP, 0, -weight.shape[0] % BLOCK_OUTPUTS))
-    panels = filled.view(-1, 16, filled.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    missing = (0, -weight.shape[1] % INPUT_STEP, 0, -weight.shape[0] % BLOCK_OUTPUTS)
+    filled = torch.nn.functional.pad(weight, missing) if any(missing) else weight  # a head is large: no copy that is not needed
+    panels = filled.reshape(-1, 16, filled.shape[1] // 2, 2).transpose(1, 2)
     return PanelLinear(product, DENSE, (weight.shape[0], weight.shape[1]), panels, 0, None, None, None, bias)
 
 
