@@ -145,11 +145,11 @@ class Int8Panels:
         filled = torch.nn.functional.pad(weight.qweight, missing) if any(missing) else weight.qweight
         self.out_features, self.in_features = outputs, inputs
         row_bytes = filled.shape[1]
-        panels = filled.reshape(-1, 16, row_bytes // 4, 4).transpose(1, 2)
+        panels = filled.contiguous().view(torch.int32).view(-1, 16, row_bytes // 4).transpose(1, 2)  # fours of inputs as words
         corrections = filled.sum(1, dtype=torch.int32) * -128 if product is _product_vnni else torch.empty(0, dtype=torch.int32)
         self._product = product
         self._constants: tuple[Any, ...] = (
-            moved_to_large_pages(panels).view(-1).numpy(),
+            moved_to_large_pages(panels).view(-1).view(torch.int8).numpy(),
             row_bytes,
             corrections.numpy(),
             _filled(weight.scales, missing[3]),

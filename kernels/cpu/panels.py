@@ -286,7 +286,7 @@ def dense_panels(weight: torch.Tensor, bias: torch.Tensor | None, product: Calla
     """Of a bfloat16 weight [N, K]."""
     missing = (0, -weight.shape[1] % INPUT_STEP, 0, -weight.shape[0] % BLOCK_OUTPUTS)
     filled = torch.nn.functional.pad(weight, missing) if any(missing) else weight  # a head is large: no copy that is not needed
-    panels = filled.reshape(-1, 16, filled.shape[1] // 2, 2).transpose(1, 2)
+    panels = filled.contiguous().view(torch.int32).view(-1, 16, filled.shape[1] // 2).transpose(1, 2)  # pairs of inputs as words
     return PanelLinear(product, DENSE, (weight.shape[0], weight.shape[1]), panels, 0, None, None, None, bias)
 
 
