@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
+import os
 import sys
 from typing import Any
 
@@ -73,8 +75,21 @@ def run(arguments: list[str] | None = None, application: typer.Typer = app) -> i
 
 
 def main() -> None:
-    """Entry of the script `dspark`."""
-    sys.exit(run())
+    """Entry of the script `dspark`.
+
+    Once torch is loaded the process ends without the interpreter's teardown, in which torch spends most of a second. What was registered
+    for the end is run, and output that cannot be written still ends in an error.
+    """
+    code = run()
+    if "torch" not in sys.modules:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.exit(code)
+    os._exit(code)
 
 
 if __name__ == "__main__":

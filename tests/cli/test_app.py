@@ -171,3 +171,26 @@ def test_completion_offers_commands(capsys: pytest.CaptureFixture[str], monkeypa
     with pytest.raises(SystemExit):
         run(["x"])
     assert "generate" in capsys.readouterr().out
+
+
+ENDING = """
+import atexit, sys, torch
+from dspark_cli.app import main
+atexit.register(print, "at the end", end="")
+sys.argv = ["dspark", *{arguments!r}]
+main()
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["--verison"], 2)])
+def test_the_quick_end_runs_what_was_registered_and_keeps_the_code(arguments: list[str], code: int, tmp_path: Path) -> None:
+    """With torch loaded the process ends without the interpreter's teardown; nothing that was printed may be lost by it."""
+    done = subprocess.run([sys.executable, "-c", ENDING.format(arguments=arguments)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code and done.stdout.endswith("at the end")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_the_quick_end_tells_of_output_that_was_not_written(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", ENDING.format(arguments=["--version"])], stdout=full, cwd=tmp_path, check=False)
+    assert done.returncode != 0
