@@ -61,7 +61,7 @@ def _narrowed(builder, value, element_type):
 
 @intrinsic
 def _norm_heads(typingctx, row, first, num_heads, head_dim, weight, eps):
-    """What `elementwise_rows.norm_row` does to each of some heads, of head_dim numbers from row[first] on, in place."""
+    """What `elementwise_rows.norm_row` does to each of num_heads >= 1 heads, of head_dim numbers from row[first] on, in place."""
 
     def codegen(context, builder, sig, args):
         _, first_v, num_heads_v, dim, _, eps_v = args
@@ -199,7 +199,8 @@ def rope_store_row(row, cos, sin, q_norm, k_norm, eps, k_flat, v_flat, slot, k_s
     """
     num_heads, num_kv_heads, block_size, head_dim = shape
     if q_norm.shape[0]:
-        _norm_heads(row, 0, num_heads, head_dim, q_norm, eps)
+        if num_heads:  # a draft head stores keys and values of features, which have no queries
+            _norm_heads(row, 0, num_heads, head_dim, q_norm, eps)
         _norm_heads(row, num_heads * head_dim, num_kv_heads, head_dim, k_norm, eps)
     _rotate(row, num_heads + num_kv_heads, head_dim, cos, sin)
     if slot < 0:

@@ -234,6 +234,19 @@ def test_rope_and_store(dtype: torch.dtype, head_dim: int, rotary_dim: int, qk_n
         assert torch.equal(stored(after, others).float(), stored(old, others).float())
 
 
+@both
+def test_keys_and_values_without_queries(dtype: torch.dtype) -> None:
+    """A draft head stores those of the target's features: each key is normed once, as it is beside queries."""
+    args = list(rope_store_kv_args(dtype, 4, 6, 4, 2, 32, 32, True))
+    args[8] = args[8].contiguous()
+    alone = args.copy()
+    alone[0], alone[6], alone[7], alone[9] = args[0][:, 4 * 32 :].contiguous(), args[6].clone(), args[7].clone(), 0
+    cpu.rope_store_kv(*args)
+    cpu.rope_store_kv(*alone)
+    assert torch.equal(alone[0], args[0][:, 4 * 32 :])
+    assert all(torch.equal(stored(one, args[8]), stored(other, args[8])) for one, other in zip(alone[6:8], args[6:8], strict=True))
+
+
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_negative_slot_is_stored_nowhere(cache: str | None) -> None:
     args = list(rope_store_kv_args(BF16, 2, 4, 4, 2, 64, cache=cache))
