@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from dspark.kernels.compile_cache import make_cache_optional
+from dspark.kernels.compile_cache import prepare_cache
 
-make_cache_optional()
+prepare_cache()
 
 LANES = 64
 """Outputs that are treated together: four vectors of 16, whose values stay in registers and the first-level cache."""

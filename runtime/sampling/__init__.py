@@ -1,3 +1,3 @@
-from dspark.kernels.compile_cache import make_cache_optional
+from dspark.kernels.compile_cache import prepare_cache
 
-make_cache_optional()
+prepare_cache()

@@ -24,7 +24,7 @@ import pytest
 from engine_runs import tiny_engine
 from sample_model import needs_sample_model, prompt_lines, sample_engine
 
-from dspark.kernels.compile_cache import make_cache_optional
+from dspark.kernels.compile_cache import prepare_cache
 from dspark_cli.app import run
 
 PROGRAM = """
@@ -198,7 +198,7 @@ def test_a_full_disk_under_the_kernel_cache_costs_no_job(error: int, tmp_path: P
     def refuse(*_: Any) -> None:
         raise OSError(error, "no room")
 
-    make_cache_optional()
+    prepare_cache()
     monkeypatch.setattr(IndexDataCacheFile, "save", refuse)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / f"kernel_{error}.py").write_text(KERNEL)
