@@ -74,12 +74,21 @@ def run(arguments: list[str] | None = None, application: typer.Typer = app) -> i
     return EXIT_STOPPED if code == _CLICK_INTERRUPTED else int(code or 0)
 
 
+def _fill_closed_streams() -> None:
+    """Let what a caller has closed (`2>&-`) lead nowhere. Python has None for it, and the next file opened would take its number, where any
+    library that prints would write into it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the end
+
+
 def main() -> None:
     """Entry of the script `dspark`.
 
     Once torch is loaded the process ends without the interpreter's teardown, in which torch spends most of a second. What was registered
     for the end is run, and output that cannot be written still ends in an error.
     """
+    _fill_closed_streams()
     code = run()
     if "torch" not in sys.modules:
         sys.exit(code)

@@ -26,13 +26,13 @@ def _limited(builder, value, limit):
 
 
 def _int8_codes(builder, value):
-    """`simd.round_int8` of 16 floats."""
+    """16 floats as int8, to nearest even, between -127 and 127. NaN becomes 0."""
     rounded = call(builder, "llvm.nearbyint.v16f32", [_limited(builder, value, INT8_LIMIT)], VECTOR)
     return builder.trunc(builder.fptosi(rounded, WORDS), CODES)
 
 
 def _fp8_codes(builder, value):
-    """`simd.round_fp8` of 16 floats."""
+    """16 floats as float8 (e4m3fn), to nearest even, between -448 and 448. NaN becomes 0."""
 
     def word(number):
         return constant(WORDS, number)

@@ -15,8 +15,6 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from dspark.kernels.kv_cache import FP8_LIMIT, INT8_LIMIT
-
 LANES = 16
 WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))
 """Whether there are 32 registers of 16 floats (AVX-512) instead of 16 of 8 (AVX2), in which half as many sums find room."""
@@ -67,27 +65,8 @@ def round_bf16(value):
     return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
 
 
-@njit
-def round_int8(value):
-    """float32 -> int8, to nearest even, between -127 and 127. NaN becomes 0."""
-    limited = min(max(value, np.float32(-INT8_LIMIT)), np.float32(INT8_LIMIT)) if value == value else np.float32(0.0)
-    return np.int8(np.rint(limited))
-
-
-@njit
-def round_fp8(value):
-    """float32 -> float8 (e4m3fn) as uint8, to nearest even, between -448 and 448. NaN becomes 0."""
-    size = min(abs(value), np.float32(FP8_LIMIT)) if value == value else np.float32(0.0)
-    if size < np.float32(0.015625):  # a multiple of 2**-9: the sum's last mantissa bit stands for just that
-        code = float_bits(size + np.float32(16384.0)) - float_bits(np.float32(16384.0))
-    else:
-        bits = float_bits(size)
-        code = ((bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)) - np.uint32(120 << 3)
-    return np.uint8(code | np.uint32(0x80)) if value < np.float32(0.0) else np.uint8(code)
-
-
 def store(array, index, value):
-    """array[index] = value, rounded to the array's type (float32, bfloat16 as uint16, int8, float8 as uint8). Compiled code only."""
+    """array[index] = value, rounded to the array's type (float32, or bfloat16 as uint16). Compiled code only."""
     raise NotImplementedError
 
 
@@ -97,18 +76,12 @@ def _store(array, index, value):
 
         def put(array, index, value):
             array[index] = round_bf16(value)
-    elif array.dtype == types.int8:
-
-        def put(array, index, value):
-            array[index] = round_int8(value)
-    elif array.dtype == types.uint8:
-
-        def put(array, index, value):
-            array[index] = round_fp8(value)
-    else:
+    elif array.dtype == types.float32:
 
         def put(array, index, value):
             array[index] = np.float32(value)
+    else:
+        return None  # codes are made by `rope_rows`
 
     return put
 

@@ -194,3 +194,16 @@ def test_the_quick_end_tells_of_output_that_was_not_written(tmp_path: Path) -> N
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", ENDING.format(arguments=["--version"])], stdout=full, cwd=tmp_path, check=False)
     assert done.returncode != 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_fault(closed: str, tmp_path: Path) -> None:
+    """A job that is started without one neither fails for it nor has a file of its own take the stream's number."""
+    (tmp_path / "program.py").write_text(
+        "import os, sys, torch\nfrom dspark_cli.app import main\n"
+        "import atexit\natexit.register(lambda: open('numbers', 'w').write(str(min(os.open('x', os.O_CREAT), 3))))\n"
+        "sys.argv = ['dspark', '--version']\nmain()\n"
+    )
+    done = subprocess.run(f"{sys.executable} program.py {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Error" not in done.stderr
+    assert (tmp_path / "numbers").read_text() == "3"
